@@ -1,0 +1,363 @@
+"""Causal-LM pretraining with FSDP1: FullyShardedDataParallel shards flat parameters.
+
+What a rank keeps: 1/N of every parameter, of its gradient and of its two AdamW moments (N ranks).
+The parameters of a block are concatenated into one flat tensor and that is cut in N; while a block
+computes, its flat tensor is whole.
+
+What moves in a step, with P the bytes of the model: before a block's forward and again before its
+backward an all-gather of its parameters, P(N-1)/N each over all blocks; after its backward a
+reduce-scatter of its gradients, P(N-1)/N. Together 3P(N-1)/N, half as much again as DDP, most of it
+while a neighbouring block computes.
+
+Choose fsdp2_pretrain.py instead: this is for reading and keeping older projects.
+
+    torchrun --standalone --nproc-per-node=2 fsdp1_pretrain.py
+
+`diff ddp_pretrain.py fsdp1_pretrain.py` is what sharding changes. Read fsdp2_pretrain.py next.
+"""
+
+import contextlib
+import gc
+import math
+import os
+import time
+import types
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.wrap import CustomPolicy
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
+
+import common
+from common import flag
+
+# --- Config ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class Config:
+    model: str = flag("tiny", "tiny, qwen2-0.5b, or a directory or hub id with a config.json")
+    init_from: str | None = flag(None, "weights to start from: Hugging Face directory or hub id")
+    tokenizer: str = flag("bytes", "bytes, a tiktoken encoding (gpt2), or a directory or hub id")
+    dataset: str = flag("stdlib", "stdlib, a hub id, or .parquet .jsonl .json .txt file, glob, URL")
+    dataset_config: str | None = flag(None, "configuration name of a hub dataset")
+    dataset_split: str = flag("train", "split, as in datasets.load_dataset")
+    text_column: str = flag("text", "column that holds the text")
+    bucket_edges: list[int] = flag([64, 128, 256, 512], "row lengths in tokens; last: the maximum")
+    batching: Literal["bucketed", "packed"] = flag(
+        "bucketed", "rows of like length, or packed rows"
+    )
+    micro_batch_tokens: int = flag(4096, "token positions of one forward pass, padding included")
+    global_batch_tokens: int = flag(8192, "token positions of one optimizer step, over all ranks")
+    steps: int = flag(250, "optimizer steps of the whole run")
+    learning_rate: float = flag(4e-3, "peak learning rate of AdamW")
+    min_learning_rate: float = flag(4e-4, "learning rate at the end of the cosine")
+    warmup_steps: int = flag(20, "steps of linear warm-up")
+    weight_decay: float = flag(0.1, "decay of matrices; embeddings, norms and biases have none")
+    grad_clip: float = flag(1.0, "largest gradient norm; 0: no clipping")
+    precision: Literal["auto", "fp32", "bf16"] = flag("auto", "of compute; auto: bf16 on CUDA only")
+    activation_checkpointing: str = flag(
+        "none", "none, full, selective or a fraction of the blocks"
+    )
+    compile: bool = flag(False, "compile each transformer block on its own")
+    eval_every: int = flag(50, "steps between validations")
+    eval_batches: int = flag(16, "micro-batches of one validation, over all ranks")
+    run_dir: str = flag("runs/fsdp1_pretrain", "directory of everything the run writes")
+    wandb_project: str | None = flag(None, "Weights & Biases project to log to as well")
+    seed: int = flag(0, "seed of the initial weights and of the data order")
+    sharding_strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard"] = flag(
+        "full_shard", "as ZeRO-3; as ZeRO-2; or ZeRO-3 inside a node, replicas across nodes"
+    )
+    reduce_every_micro_batch: bool = flag(False, "less memory for gradients, more traffic")
+
+
+# --- Process group and device ---------------------------------------------------------------------
+def init_process_group() -> torch.device:
+    """Join the ranks that torchrun started, or form a group of one; returns this rank's device."""
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    for name, value in {**alone, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
+        os.environ.setdefault(name, value)
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if ranks > gpus:
+        raise common.InputError(f"--nproc-per-node={ranks}, but this machine has {gpus} GPUs")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    return device
+
+
+# --- Model ----------------------------------------------------------------------------------------
+
+SHAPES = {  # hidden size, feed-forward size, blocks, attention heads
+    "tiny": (128, 384, 5, 4),
+    "qwen2-0.5b": (896, 4864, 24, 14),
+}
+KEPT = [  # by selective activation checkpointing; the cheap rest of a block is computed again
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+]
+
+
+def architecture(config: Config, vocabulary: int) -> PreTrainedConfig:
+    """The model's shape: built here, or read from the config.json that --model names."""
+    if config.model not in SHAPES:
+        return common.read_architecture(config, vocabulary)
+    hidden, feed_forward, blocks, heads = SHAPES[config.model]
+    return Qwen2Config(
+        vocab_size=math.ceil(vocabulary / 64) * 64,  # a multiple of 64 keeps matmuls fast
+        hidden_size=hidden,
+        intermediate_size=feed_forward,
+        num_hidden_layers=blocks,
+        num_attention_heads=heads,
+        num_key_value_heads=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=True,
+    )
+
+
+def summed_loss(self: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: Any):
+    """The model's forward: cross entropy summed over all labels but those of -100, in fp32.
+
+    The logits of a whole micro-batch, [tokens, vocabulary], would be its largest tensor by far.
+    Here they exist a chunk at a time, and inside the root's forward, where a sharded head is whole.
+    (F.linear_cross_entropy would do, but returns the sum of bf16 inputs in bf16: 0.4 % off.)
+    """
+    hidden = self.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
+    head = self.get_output_embeddings()
+
+    def chunk_loss(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(hidden, head.weight, head.bias).float()  # [chunk, vocabulary]
+        return F.cross_entropy(logits, labels, reduction="sum")
+
+    tokens = max(1, 2**26 // head.weight.shape[0])  # logits of a chunk: 256 MiB
+    chunks = zip(hidden.flatten(0, 1).split(tokens), labels.flatten().split(tokens))
+    return sum(checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks)
+
+
+def initialize(modules: Iterable[nn.Module], names: dict, model: nn.Module, device: torch.device):
+    """Give memory and initial weights to modules that were built on the meta device.
+
+    A module's numbers depend on `names[module]` (seed and name) alone, so every strategy and world
+    size starts from the same model.
+    """
+    for module in reversed([module for module in modules if module in names]):  # children first
+        module.to_empty(device=device, recurse=False)
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for tensor in filter(torch.is_floating_point, own):
+                tensor.fill_(math.nan)
+            torch.manual_seed(zlib.crc32(names[module].encode()))
+            model._init_weights(module)  # rebuilds rotary buffers too: to_empty left garbage
+        if any(tensor.isnan().any() for tensor in own):
+            raise common.InputError(f"--model: transformers leaves {names[module]} uninitialized")
+
+
+def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
+    """Returns the model, ready to train, and the names of the parameters with weight decay.
+
+    The order matters: patch, checkpoint activations, compile, shard. Checkpointing around a
+    compiled block would compute it twice as often, compiling a sharded one would trace the hooks.
+    """
+    AttentionInterface.register("documents", common.document_attention)
+    with torch.device("meta"):  # shapes only, no memory yet
+        model = AutoModelForCausalLM.from_config(
+            shape, dtype=torch.float32, attn_implementation="documents"
+        )
+    names = {module: f"{config.seed} {name}" for name, module in model.named_modules()}
+    blocks = next(
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and type(module[0]).__name__ in model._no_split_modules
+    )
+    model.forward = types.MethodType(summed_loss, model)
+
+    mode = config.activation_checkpointing
+    fraction = {"none": 0.0, "full": 1.0, "selective": 1.0}.get(mode)
+    fraction = float(mode) if fraction is None else fraction
+    options = {}
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
+    for i, block in enumerate(blocks):
+        if int((i + 1) * fraction) > int(i * fraction):  # a fraction, spread over the depth
+            blocks[i] = checkpoint_wrapper(block, **options)
+        if config.compile:
+            blocks[i].compile(dynamic=False)
+
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    decayed = {n for n, p in model.named_parameters() if p.ndim > 1 and p not in embeddings}
+    in_blocks = {module for block in blocks for module in block.modules()}
+    initialize([m for m in model.modules() if m not in in_blocks], names, model, device)
+    if shape.tie_word_embeddings:
+        model.tie_weights()  # giving memory to each module on its own has untied them
+
+    units = set(blocks)
+
+    def materialize(module: nn.Module) -> None:
+        """FSDP calls this for a block, then for its submodules, and then shards the block."""
+        if module in units:
+            initialize(module.modules(), names, model, device)
+
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    if config.sharding_strategy == "hybrid_shard":  # shard inside a node, all-reduce between nodes
+        inside = int(os.environ["LOCAL_WORLD_SIZE"])
+        mesh = init_device_mesh(
+            device.type, (ranks // inside, inside), mesh_dim_names=("replicate", "shard")
+        )
+    precision = None
+    if config.precision == "bf16":  # the shards, and so AdamW, stay fp32
+        precision = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+    model = FullyShardedDataParallel(
+        model,
+        # One flat parameter a block; the rest, tied embeddings among them, is the root's.
+        auto_wrap_policy=CustomPolicy(lambda module: module in units),
+        device_mesh=mesh,  # also makes its state dict DTensors, as FSDP2's
+        sharding_strategy=ShardingStrategy[config.sharding_strategy.upper()],
+        mixed_precision=precision,
+        param_init_fn=materialize,
+        use_orig_params=True,  # parameters keep their names and decay groups
+        limit_all_gathers=True,  # at most two blocks are whole at a time
+        device_id=device,
+    )
+    return model, decayed
+
+
+# --- Optimizer and schedule -----------------------------------------------------------------------
+def build_optimizer(model: nn.Module, decayed: set[str], config: Config) -> torch.optim.AdamW:
+    """AdamW on the parameters as this rank holds them."""
+    prefix = "_fsdp_wrapped_module."
+    parameters = [(n.replace(prefix, ""), p) for n, p in model.named_parameters()]
+    groups = [
+        {"params": [p for n, p in parameters if n in decayed], "weight_decay": config.weight_decay},
+        {"params": [p for n, p in parameters if n not in decayed], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate_at(step: int, config: Config) -> float:
+    """Linear warm-up, then a cosine down to the minimum, reached at the last step."""
+    if step <= config.warmup_steps:
+        return config.learning_rate * step / config.warmup_steps
+    progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    return config.min_learning_rate + cosine * (config.learning_rate - config.min_learning_rate)
+
+
+# --- Training -------------------------------------------------------------------------------------
+def add_gradients(model: nn.Module, micro_batch: dict, scale: float, last: bool, config: Config):
+    """Forward and backward of one micro-batch; returns its summed loss.
+
+    Gradients of all but the last micro-batch are kept whole on each rank, and the sum is reduced
+    once: less communication, but the memory of a whole model's gradients. Under bf16 they would be
+    added up in bf16, so there each micro-batch is reduced, and fp32 shards are added up.
+    """
+    reduce = last or config.reduce_every_micro_batch or config.precision == "bf16"
+    with contextlib.nullcontext() if reduce else model.no_sync():
+        loss = model(**micro_batch)
+        (loss * scale).backward()
+    return loss.detach()
+
+
+def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
+    """Clip to the norm `largest`; returns the norm before, of the whole gradient."""
+    return model.clip_grad_norm_(largest)  # knows that each rank sees a shard only
+
+
+def train_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: common.GlobalBatch, config: Config,
+    device: torch.device, learning_rate: float,
+) -> tuple[float, float]:  # fmt: skip
+    """One optimizer step; returns the mean loss over the global batch and the gradient norm."""
+    # The loss is a sum over labels divided by the labels of the whole global batch. A mean of
+    # means would weigh tokens of short micro-batches more. x ranks: gradients are averaged.
+    scale = dist.get_world_size() / batch.labels
+    summed = torch.zeros((), device=device)
+    for i, micro_batch in enumerate(batch.micro_batches):
+        last = i == len(batch.micro_batches) - 1
+        summed += add_gradients(model, common.to_device(micro_batch, device), scale, last, config)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    grad_norm = clip_gradients(model, config.grad_clip or math.inf).item()
+    dist.all_reduce(summed)
+    loss = summed.item() / batch.labels
+    if math.isfinite(loss) and math.isfinite(grad_norm):  # the same numbers on all ranks
+        optimizer.step()
+    optimizer.zero_grad()
+    return loss, grad_norm
+
+
+# --- Validation -----------------------------------------------------------------------------------
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: common.Batches, config: Config, device: torch.device):
+    """Mean loss per label, in nats, over the same micro-batches whatever the world size."""
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, labels
+    for micro_batch in batches.evaluation(config.eval_batches):
+        micro_batch = common.to_device(micro_batch, device)
+        total[0] += model(**micro_batch)
+        total[1] += (micro_batch["labels"] != common.IGNORED).sum()
+    model.train()
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+# --- Main -----------------------------------------------------------------------------------------
+def main() -> None:
+    config = common.parse_config(Config)
+    device = init_process_group()
+    common.check_config(config, device)
+    run_dir = common.open_run_directory(config)
+
+    tokenizer, training, validation = common.load_batches(config, device)
+
+    shape = architecture(config, tokenizer.vocab_size)
+    model, decayed = build_model(config, shape, device)
+    if config.init_from:
+        common.load_weights(model, config.init_from)
+    optimizer = build_optimizer(model, decayed, config)
+
+    run = common.Run(run_dir, config, device, shape, optimizer)
+    batches = training.stream(0, config.steps)
+    for step in range(1, config.steps + 1):
+        started = time.perf_counter()
+        batch = next(batches)
+        waited = time.perf_counter() - started
+        learning_rate = learning_rate_at(step, config)
+        loss, grad_norm = train_step(model, optimizer, batch, config, device, learning_rate)
+        seconds = time.perf_counter() - started
+        run.log_step(step, batch, loss, grad_norm, learning_rate, seconds, waited)
+        if step % config.eval_every == 0 or step == config.steps:
+            run.log_validation(step, evaluate(model, validation, config, device), validation)
+
+    common.export(run_dir / "hf", shape, get_model_state_dict(model), tokenizer)
+    # Leaving with the model alive can abort in the communication threads: drop it, then the group.
+    del model, optimizer, batches
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+    run.finish("torchrun --standalone --nproc-per-node=2 fsdp2_pretrain.py", validation.prompt())
+
+
+if __name__ == "__main__":
+    common.launch(main)
