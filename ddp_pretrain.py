@@ -76,18 +76,13 @@ class Config:
 
 # --- Process group and device ---------------------------------------------------------------------
 def init_process_group() -> torch.device:
-    """Join the ranks that torchrun started, or form a group of one; returns this rank's device."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    for name, value in {**alone, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
-        os.environ.setdefault(name, value)
+    """Join the ranks that torchrun started; returns the device of this one."""
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if ranks > gpus:
-        raise common.InputError(f"--nproc-per-node={ranks}, but this machine has {gpus} GPUs")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
+    # gloo beside NCCL, for what lies in CPU memory: Python objects, offloaded gradients.
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     return device
 
@@ -210,7 +205,6 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,  # gradients live in the buckets: no second copy of them
-        broadcast_buffers=False,  # rotary tables: the same on every rank
     )
     return model, decayed
 
@@ -295,7 +289,6 @@ def evaluate(model: nn.Module, batches: common.Batches, config: Config, device: 
 def main() -> None:
     config = common.parse_config(Config)
     device = init_process_group()
-    common.check_config(config, device)
     run_dir = common.open_run_directory(config)
 
     tokenizer, training, validation = common.load_batches(config, device)
@@ -325,7 +318,7 @@ def main() -> None:
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    run.finish("torchrun --standalone --nproc-per-node=2 fsdp1_pretrain.py", validation.prompt())
+    run.finish(validation.prompt(), "torchrun --standalone --nproc-per-node=2 fsdp1_pretrain.py")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
 """Causal-LM pretraining with FSDP1: FullyShardedDataParallel shards flat parameters.
 
-What a rank keeps: 1/N of every parameter, of its gradient and of its two AdamW moments (N ranks).
-The parameters of a block are concatenated into one flat tensor and that is cut in N; while a block
-computes, its flat tensor is whole.
+What a rank keeps: 1/N of every parameter, of its gradient and of its two AdamW moments (N ranks);
+while a block computes, that block's parameters whole. FSDP1 lays a block's parameters end to end
+in one flat tensor and cuts that in N.
 
 What moves in a step, with P the bytes of the model: before a block's forward and again before its
 backward an all-gather of its parameters, P(N-1)/N each over all blocks; after its backward a
 reduce-scatter of its gradients, P(N-1)/N. Together 3P(N-1)/N, half as much again as DDP, most of it
 while a neighbouring block computes.
 
-Choose fsdp2_pretrain.py instead: this is for reading and keeping older projects.
+Choose FSDP2 instead for anything new; this is for reading and keeping what was built on FSDP1.
 
     torchrun --standalone --nproc-per-node=2 fsdp1_pretrain.py
 
@@ -85,18 +85,13 @@ class Config:
 
 # --- Process group and device ---------------------------------------------------------------------
 def init_process_group() -> torch.device:
-    """Join the ranks that torchrun started, or form a group of one; returns this rank's device."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    for name, value in {**alone, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
-        os.environ.setdefault(name, value)
+    """Join the ranks that torchrun started; returns the device of this one."""
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if ranks > gpus:
-        raise common.InputError(f"--nproc-per-node={ranks}, but this machine has {gpus} GPUs")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
+    # gloo beside NCCL, for what lies in CPU memory: Python objects, offloaded gradients.
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     return device
 
@@ -218,12 +213,11 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
         if module in units:
             initialize(module.modules(), names, model, device)
 
-    ranks = dist.get_world_size()
+    ranks, shards = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
     mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
-    if config.sharding_strategy == "hybrid_shard":  # shard inside a node, all-reduce between nodes
-        inside = int(os.environ["LOCAL_WORLD_SIZE"])
+    if config.sharding_strategy == "hybrid_shard":  # shard in a node, all-reduce between nodes
         mesh = init_device_mesh(
-            device.type, (ranks // inside, inside), mesh_dim_names=("replicate", "shard")
+            device.type, (ranks // shards, shards), mesh_dim_names=("replicate", "shard")
         )
     precision = None
     if config.precision == "bf16":  # the shards, and so AdamW, stay fp32
@@ -326,7 +320,6 @@ def evaluate(model: nn.Module, batches: common.Batches, config: Config, device: 
 def main() -> None:
     config = common.parse_config(Config)
     device = init_process_group()
-    common.check_config(config, device)
     run_dir = common.open_run_directory(config)
 
     tokenizer, training, validation = common.load_batches(config, device)
@@ -356,7 +349,7 @@ def main() -> None:
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    run.finish("torchrun --standalone --nproc-per-node=2 fsdp2_pretrain.py", validation.prompt())
+    run.finish(validation.prompt(), "torchrun --standalone --nproc-per-node=2 fsdp2_pretrain.py")
 
 
 if __name__ == "__main__":

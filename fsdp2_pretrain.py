@@ -1,7 +1,8 @@
 """Causal-LM pretraining with FSDP2: `fully_shard` makes each parameter a sharded DTensor.
 
 What a rank keeps: 1/N of every parameter, of its gradient and of its two AdamW moments (N ranks);
-while a block computes, that block's parameters whole.
+while a block computes, that block's parameters whole. FSDP2 cuts every parameter on its own, by
+rows, into N shards.
 
 What moves in a step, with P the bytes of the model: before a block's forward and again before its
 backward an all-gather of its parameters, P(N-1)/N each over all blocks; after its backward a
@@ -82,18 +83,13 @@ class Config:
 
 # --- Process group and device ---------------------------------------------------------------------
 def init_process_group() -> torch.device:
-    """Join the ranks that torchrun started, or form a group of one; returns this rank's device."""
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    for name, value in {**alone, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
-        os.environ.setdefault(name, value)
+    """Join the ranks that torchrun started; returns the device of this one."""
     if not torch.cuda.is_available():
         dist.init_process_group("gloo")
         return torch.device("cpu")
-    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if ranks > gpus:
-        raise common.InputError(f"--nproc-per-node={ranks}, but this machine has {gpus} GPUs")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
+    # gloo beside NCCL, for what lies in CPU memory: Python objects, offloaded gradients.
     dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
     return device
 
@@ -208,14 +204,11 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
     if shape.tie_word_embeddings:
         model.tie_weights()  # giving memory to each module on its own has untied them
 
-    # Embeddings, final norm and head form one group with the root: tied weights must share a group.
-    # The root stays whole between forward and backward, since backward starts with the head.
-    replicas, ranks = config.dp_replicate, dist.get_world_size()
-    if replicas == 1:
-        mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
-    else:  # shard over the inner dimension, all-reduce the shards' gradients over the outer one
+    ranks, shards = dist.get_world_size(), dist.get_world_size() // config.dp_replicate
+    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    if config.dp_replicate > 1:  # shard in a group of ranks, all-reduce between groups
         mesh = init_device_mesh(
-            device.type, (replicas, ranks // replicas), mesh_dim_names=("replicate", "shard")
+            device.type, (ranks // shards, shards), mesh_dim_names=("replicate", "shard")
         )
     sharding: dict[str, Any] = {"mesh": mesh}
     if config.precision == "bf16":  # the shards, and so AdamW, stay fp32
@@ -225,6 +218,8 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
     for block in blocks:  # one at a time: no rank ever holds more than one whole block
         initialize(block.modules(), names, model, device)
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **sharding)
+    # The rest is one group, for tied embeddings must share a group. It stays whole after forward,
+    # since backward begins with it.
     fully_shard(model, reshard_after_forward=False, **sharding)
     return model, decayed
 
@@ -310,7 +305,6 @@ def evaluate(model: nn.Module, batches: common.Batches, config: Config, device: 
 def main() -> None:
     config = common.parse_config(Config)
     device = init_process_group()
-    common.check_config(config, device)
     run_dir = common.open_run_directory(config)
 
     tokenizer, training, validation = common.load_batches(config, device)
@@ -340,7 +334,7 @@ def main() -> None:
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    run.finish("torchrun --standalone --nproc-per-node=2 ddp_pretrain.py", validation.prompt())
+    run.finish(validation.prompt(), "torchrun --standalone --nproc-per-node=2 ddp_pretrain.py")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,123 @@
+"""Runs under torchrun with 2 ranks: every mode of every strategy, in one launch.
+
+Writes what it saw to the JSON file given as its argument; test_modes.py judges it.
+"""
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import common  # noqa: E402
+import ddp_pretrain  # noqa: E402
+import fsdp1_pretrain  # noqa: E402
+import fsdp2_pretrain  # noqa: E402
+
+SCRIPTS = {"ddp": ddp_pretrain, "fsdp1": fsdp1_pretrain, "fsdp2": fsdp2_pretrain}
+COMMON_MODES = {
+    "fp32": {},
+    "packed": {"batching": "packed"},
+    "no_clip": {"grad_clip": 0.0},
+    "bf16": {"precision": "bf16"},
+    "ac_full": {"activation_checkpointing": "full"},
+    "ac_selective": {"activation_checkpointing": "selective"},
+    "ac_fraction": {"activation_checkpointing": "0.5"},
+    "ac_selective_bf16": {"activation_checkpointing": "selective", "precision": "bf16"},
+    "compile": {"compile": True},
+    "compile_ac_full": {"compile": True, "activation_checkpointing": "full"},
+    "one_large_micro_batch": {"micro_batch_tokens": 2048},
+}
+OWN_MODES = {
+    "ddp": {},
+    "fsdp1": {
+        "reduce_every": {"reduce_every_micro_batch": True},
+        "shard_grad_op": {"sharding_strategy": "shard_grad_op"},
+        "hybrid": {"sharding_strategy": "hybrid_shard"},
+    },
+    "fsdp2": {
+        "reduce_every": {"reduce_every_micro_batch": True},
+        "reduce_every_bf16": {"reduce_every_micro_batch": True, "precision": "bf16"},
+        "keep_after_forward": {"reshard_after_forward": False},
+        "hybrid": {"dp_replicate": 2},
+        "cpu_offload": {"cpu_offload": True},
+    },
+}
+STEPS = 4
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def same_on_all_ranks(tensor: torch.Tensor) -> bool:
+    copies = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(copies, tensor.contiguous())
+    return all(torch.equal(copy, copies[0]) for copy in copies)
+
+
+def train(script, flags: dict, device: torch.device) -> dict:
+    """A few steps of the script's own functions; what is worth knowing about them."""
+    config = script.Config(**flags)
+    common.check_config(config)
+    tokenizer, training, validation = common.load_batches(config, device)
+    shape = script.architecture(config, tokenizer.vocab_size)
+    model, decayed = script.build_model(config, shape, device)
+    inner = getattr(model, "module", model)
+    seen = {"tied": inner.get_input_embeddings().weight is inner.get_output_embeddings().weight}
+    seen["inverse_frequencies"] = inner.get_decoder().rotary_emb.inv_freq.tolist()
+    if config.init_from:
+        common.load_weights(model, config.init_from)
+    optimizer = script.build_optimizer(model, decayed, config)
+    groups = optimizer.param_groups
+    seen["decay"] = [[group["weight_decay"], len(group["params"])] for group in groups]
+    state = {name: whole(tensor) for name, tensor in get_model_state_dict(model).items()}
+    seen["initial"] = {name: tensor.double().sum().item() for name, tensor in state.items()}
+    parameters = [p for group in groups for p in group["params"]]
+    seen["held"] = sum(getattr(p, "_local_tensor", p).numel() for p in parameters)
+    seen["losses"], seen["norms"], seen["in_step"] = [], [], True
+    for step in range(STEPS):
+        batch = training.global_batch(step)
+        loss, norm = script.train_step(model, optimizer, batch, config, device, 1e-2)
+        seen["losses"].append(loss)
+        seen["norms"].append(norm)
+        if script is ddp_pretrain:
+            seen["in_step"] &= all(same_on_all_ranks(p.detach()) for p in parameters)
+    seen["micro_batches"] = len(batch.micro_batches)
+    seen["validation"] = script.evaluate(model, validation, config, device)
+    seen["dtypes"] = sorted(
+        {str(p.dtype) for p in parameters}
+        | {str(v.dtype) for s in optimizer.state.values() for v in s.values() if v.dim()}
+    )
+    state = {name: whole(tensor) for name, tensor in get_model_state_dict(model).items()}
+    seen["final"] = {name: tensor.double().norm().item() for name, tensor in state.items()}
+    return seen
+
+
+def main() -> None:
+    out, base = sys.argv[1], json.loads(sys.argv[2])
+    device = ddp_pretrain.init_process_group()
+    seen = {}
+    for name, script in SCRIPTS.items():
+        for mode, flags in (COMMON_MODES | OWN_MODES[name]).items():
+            seen[f"{name} {mode}"] = train(script, base | flags, device)
+            gc.collect()
+            torch._dynamo.reset()
+        seen[f"{name} init_from"] = train(script, base | json.loads(sys.argv[3]), device)
+        gc.collect()
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(seen))
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # what the scripts do at their end is tested with the scripts
+
+
+if __name__ == "__main__":
+    main()
