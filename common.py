@@ -851,6 +851,11 @@ def read_architecture(config: Any, vocabulary: int) -> Any:
     return shape
 
 
+def tied_names(model: Any) -> set[str]:
+    """Names under which a state dict repeats another tensor: the head tied to the embedding."""
+    return set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
+
+
 def load_weights(model: torch.nn.Module, name: str) -> None:
     """Fill whole or sharded parameters in place from a Hugging Face directory or hub id.
 
@@ -881,9 +886,8 @@ def load_weights(model: torch.nn.Module, name: str) -> None:
     for path in Path(directory).glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             stored |= {key: file.get_slice(key).get_shape() for key in file.keys()}
-    state, inner = get_model_state_dict(model), getattr(model, "module", model)
-    # A tied head is the input embedding; most files hold it once.
-    tied = set(inner._tied_weights_keys or ()) if inner.config.tie_word_embeddings else set()
+    state = get_model_state_dict(model)
+    tied = tied_names(getattr(model, "module", model))
     wanted = {key: tensor for key, tensor in state.items() if key not in tied}
     problems = {
         "lack": sorted(wanted.keys() - stored.keys()),
@@ -912,16 +916,19 @@ def export(directory: Path, shape: Any, state: dict[str, torch.Tensor], tokenize
     from torch.distributed.tensor import DTensor
     from transformers import AutoModelForCausalLM, logging
 
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape)
     weights = {}
+    tied = tied_names(model)
     for name, tensor in state.items():
+        if name in tied:
+            continue
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if rank() == 0:
             weights[name] = tensor.detach().cpu()
     if rank():
         return
     logging.disable_progress_bar()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(shape)
     temporary = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     model.save_pretrained(temporary, state_dict=weights)

@@ -22,6 +22,7 @@ import math
 import os
 import time
 import types
+import warnings
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -222,6 +223,7 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
     precision = None
     if config.precision == "bf16":  # the shards, and so AdamW, stay fp32
         precision = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
+    warnings.filterwarnings("ignore", ".*NO_SHARD")  # what FSDP1 says of a single rank
     model = FullyShardedDataParallel(
         model,
         # One flat parameter a block; the rest, tied embeddings among them, is the root's.

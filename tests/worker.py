@@ -32,7 +32,7 @@ COMMON_MODES = {
     "ac_selective_bf16": {"activation_checkpointing": "selective", "precision": "bf16"},
     "compile": {"compile": True},
     "compile_ac_full": {"compile": True, "activation_checkpointing": "full"},
-    "one_large_micro_batch": {"micro_batch_tokens": 2048},
+    "merged": {"merge": True},  # one large micro-batch in place of 4
 }
 OWN_MODES = {
     "ddp": {},
@@ -49,7 +49,7 @@ OWN_MODES = {
         "cpu_offload": {"cpu_offload": True},
     },
 }
-STEPS = 4
+STEPS = 3
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,18 @@ def same_on_all_ranks(tensor: torch.Tensor) -> bool:
     return all(torch.equal(copy, copies[0]) for copy in copies)
 
 
-def train(script, flags: dict, device: torch.device) -> dict:
+def merged(micro_batches: list[dict]) -> dict:
+    """The rows of all micro-batches in one, padded to the longest."""
+    width = max(batch["labels"].shape[1] for batch in micro_batches)
+    padding = {"input_ids": 0, "labels": common.IGNORED}
+
+    def pad(tensor: torch.Tensor, value: int) -> torch.Tensor:
+        return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]), value=value)
+
+    return {n: torch.cat([pad(b[n], v) for b in micro_batches]) for n, v in padding.items()}
+
+
+def train(script, flags: dict, device: torch.device, merge: bool = False) -> dict:
     """A few steps of the script's own functions; what is worth knowing about them."""
     config = script.Config(**flags)
     common.check_config(config)
@@ -84,6 +95,8 @@ def train(script, flags: dict, device: torch.device) -> dict:
     seen["losses"], seen["norms"], seen["in_step"] = [], [], True
     for step in range(STEPS):
         batch = training.global_batch(step)
+        if merge:
+            batch.micro_batches = [merged(batch.micro_batches)]
         loss, norm = script.train_step(model, optimizer, batch, config, device, 1e-2)
         seen["losses"].append(loss)
         seen["norms"].append(norm)
@@ -106,7 +119,9 @@ def main() -> None:
     seen = {}
     for name, script in SCRIPTS.items():
         for mode, flags in (COMMON_MODES | OWN_MODES[name]).items():
-            seen[f"{name} {mode}"] = train(script, base | flags, device)
+            merge = flags.get("merge", False)
+            flags = {flag: value for flag, value in flags.items() if flag != "merge"}
+            seen[f"{name} {mode}"] = train(script, base | flags, device, merge)
             gc.collect()
             torch._dynamo.reset()
         seen[f"{name} init_from"] = train(script, base | json.loads(sys.argv[3]), device)

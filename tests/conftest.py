@@ -1,0 +1,116 @@
+"""Shared by the tests: small inputs, and launches of the real scripts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import common  # noqa: E402
+
+SCRIPTS = ["ddp_pretrain.py", "fsdp1_pretrain.py", "fsdp2_pretrain.py"]
+# Two micro-batches a rank on 4 ranks, so that every world size accumulates gradients.
+SMALL = {
+    "bucket_edges": [64, 128, 256, 512],
+    "micro_batch_tokens": 512,
+    "global_batch_tokens": 4096,
+    "eval_batches": 3,
+    "warmup_steps": 1,
+}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def environment(tmp_path_factory):
+    """A cache of our own, one thread a rank, and no network."""
+    cache = str(tmp_path_factory.mktemp("cache"))
+    os.environ |= {"HF_HOME": cache, "HF_DATASETS_CACHE": cache, "OMP_NUM_THREADS": "1"}
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(name, None)
+    import datasets
+
+    datasets.config.HF_DATASETS_CACHE = Path(cache)
+    datasets.disable_progress_bars()
+
+
+@pytest.fixture(scope="session")
+def texts() -> list[str]:
+    """300 documents of ragged lengths, 20 to 900 bytes, so that a mean of means would show."""
+    files = common.standard_library_files()[:60]
+    documents = [d["text"] for d in common.standard_library_documents(files, "")]
+    rng = np.random.default_rng(0)
+    chosen = rng.permutation(len(documents))[:300]
+    return [documents[i][: int(rng.integers(20, 900))] for i in chosen]
+
+
+@pytest.fixture(scope="session")
+def corpus(texts, tmp_path_factory) -> str:
+    """The same documents as a .jsonl file."""
+    path = tmp_path_factory.mktemp("corpus") / "documents.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return str(path)
+
+
+def small_shape(**changes):
+    from transformers import Qwen2Config
+
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320}
+    return Qwen2Config(**shape | {"tie_word_embeddings": True} | changes)
+
+
+@pytest.fixture(scope="session")
+def shape_directory(tmp_path_factory) -> str:
+    """A directory with a config.json alone."""
+    directory = tmp_path_factory.mktemp("shape")
+    small_shape().save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="session")
+def weights_directory(tmp_path_factory) -> str:
+    """A random model that transformers saved, in bf16."""
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    directory = tmp_path_factory.mktemp("weights")
+    torch.manual_seed(3)
+    Qwen2ForCausalLM(small_shape()).to(torch.bfloat16).save_pretrained(directory)
+    return str(directory)
+
+
+def arguments(flags: dict) -> list[str]:
+    words = []
+    for name, value in flags.items():
+        words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
+def torchrun(ranks: int, *words: str, timeout: float = 300) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc-per-node={ranks}", *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+def metrics(run_dir: Path) -> tuple[list[dict], list[dict]]:
+    """Training lines and validation lines."""
+    lines = [
+        json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
+    ]
+    return [x for x in lines if "loss" in x], [x for x in lines if "validation_loss" in x]
+
+
+class Config:
+    """What common's data functions read of a script's Config."""
+
+    def __init__(self, **flags):
+        given = {"dataset": "stdlib", "dataset_config": None, "dataset_split": "train"}
+        given |= {"text_column": "text", "tokenizer": "bytes", "batching": "bucketed"}
+        given |= {"compile": False, "seed": 0, **SMALL}
+        self.__dict__ |= given | flags

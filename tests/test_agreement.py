@@ -1,0 +1,185 @@
+"""The scripts themselves under torchrun: same losses whatever the strategy and the world size."""
+
+import hashlib
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, SCRIPTS, SMALL, Config, arguments, metrics, torchrun
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
+
+import common
+
+STEPS = 6
+FLAGS = {**SMALL, "steps": STEPS, "eval_every": 4, "eval_batches": 100, "learning_rate": 0.01}
+FLAGS |= {"grad_clip": 0, "tokenizer": "bytes"}
+
+
+@pytest.fixture(scope="module")
+def run(corpus, tmp_path_factory):
+    """Launch a script once for all tests of this module; returns its run directory."""
+    done = {}
+
+    def launch(script: str, ranks: int, **flags):
+        key = json.dumps([script, ranks, flags], sort_keys=True)
+        if key not in done:
+            directory = tmp_path_factory.mktemp("run")
+            words = arguments(FLAGS | {"dataset": corpus, "run_dir": directory} | flags)
+            result = torchrun(ranks, script, *words)
+            assert result.returncode == 0, result.stderr
+            assert result.stderr == ""
+            done[key] = directory
+        return done[key]
+
+    return launch
+
+
+def losses(directory) -> np.ndarray:
+    lines, _ = metrics(directory)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    return np.array([line["loss"] for line in lines])
+
+
+def worst(a, b) -> float:
+    a, b = np.asarray(a), np.asarray(b)
+    return float(np.abs(a / b - 1).max())
+
+
+@pytest.mark.parametrize("script", SCRIPTS[1:])
+def test_strategies_agree_to_the_last_bit_on_two_ranks(run, shape_directory, script):
+    one, other = run(SCRIPTS[0], 2, model=shape_directory), run(script, 2, model=shape_directory)
+    assert losses(one).tolist() == losses(other).tolist()
+    norms = [[line["grad_norm"] for line in metrics(d)[0]] for d in (one, other)]
+    assert worst(*norms) < 1e-5
+    validation = [[line["validation_loss"] for line in metrics(d)[1]] for d in (one, other)]
+    assert validation[0] == validation[1]
+    weights = [load_file(d / "hf/model.safetensors") for d in (one, other)]
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_world_sizes_agree(run, shape_directory, script, ranks):
+    one, other = run(script, 2, model=shape_directory), run(script, ranks, model=shape_directory)
+    assert worst(losses(one), losses(other)) < 1e-4
+    for name in ("validation_loss", "validation_bits_per_byte"):
+        values = [[line[name] for line in metrics(d)[1]] for d in (one, other)]
+        assert worst(*values) < 1e-4
+    tokens = [[line["tokens"] for line in metrics(d)[0]] for d in (one, other)]
+    assert tokens[0] == tokens[1]
+
+
+def learning_rate(step: int, peak=0.01, least=4e-4, warmup=1) -> float:
+    if step <= warmup:
+        return peak * step / warmup
+    return least + (peak - least) * (1 + math.cos(math.pi * (step - warmup) / (STEPS - warmup))) / 2
+
+
+@pytest.mark.parametrize("batching", ["bucketed", "packed"])
+def test_plain_loop_in_one_process_gives_the_same_losses(
+    run, texts, corpus, weights_directory, batching
+):
+    """One document at a time through transformers' own forward: no padding, packing or ranks.
+
+    Only which documents a step holds is asked of common.py; their tokens come from the texts.
+    """
+    directory = run("fsdp2_pretrain.py", 2, init_from=weights_directory, batching=batching)
+    config = Config(dataset=corpus, batching=batching)
+    documents = common.Documents(common.tokenize_corpus(config))
+    training, _ = common.split_by_content(documents.digest)
+    batches = common.Batches(documents, training, config, torch.device("cpu"))
+
+    model = Qwen2ForCausalLM.from_pretrained(weights_directory, dtype=torch.float32)
+    matrices = [p for n, p in model.named_parameters() if n.endswith("proj.weight")]
+    others = [p for n, p in model.named_parameters() if not n.endswith("proj.weight")]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    expected, norms = [], []
+    for step in range(STEPS):
+        total, labels = 0.0, 0
+        for number in range(step * 8, step * 8 + 8):
+            for piece in batches.micro_batch(number):
+                document = batches.pieces.document[piece]
+                ids = torch.tensor([*texts[document].encode(), 256])
+                start, length = batches.pieces.start[piece], batches.pieces.length[piece]
+                ids = ids[start : start + length + 1]
+                logits = model(input_ids=ids[None, :-1]).logits[0]
+                loss = F.cross_entropy(logits, ids[1:], reduction="sum")
+                loss.backward()
+                total, labels = total + loss.item(), labels + len(ids) - 1
+        for parameter in model.parameters():
+            parameter.grad /= labels
+        norms.append(math.sqrt(sum(p.grad.pow(2).sum().item() for p in model.parameters())))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(total / labels)
+    assert worst(losses(directory), expected) < 1e-5
+    assert worst([line["grad_norm"] for line in metrics(directory)[0]], norms) < 1e-4
+    trained = load_file(directory / "hf/model.safetensors")
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(trained[name], parameter.data, rtol=1e-3, atol=2e-4)
+
+
+def test_exported_model_has_the_validation_loss_in_plain_transformers(run, texts, shape_directory):
+    directory = run("fsdp2_pretrain.py", 2, model=shape_directory)
+    model = AutoModelForCausalLM.from_pretrained(directory / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(directory / "hf")
+
+    def digest(text: str) -> int:
+        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+
+    held_out = sorted(texts, key=digest)[: len(texts) // 50]
+    nats, labels = 0.0, 0
+    with torch.no_grad():
+        for text in held_out:
+            ids = torch.tensor(tokenizer(text)["input_ids"] + [tokenizer.eos_token_id])
+            for start in range(0, len(ids) - 1, 512):
+                piece = ids[start : start + 513]
+                mean = model(input_ids=piece[None], labels=piece[None]).loss
+                nats, labels = nats + mean.item() * (len(piece) - 1), labels + len(piece) - 1
+    last = metrics(directory)[1][-1]
+    assert last["step"] == STEPS
+    assert last["validation_loss"] == pytest.approx(nats / labels, rel=1e-5)
+    assert last["validation_perplexity"] == pytest.approx(math.exp(nats / labels), rel=1e-5)
+    bits = nats / math.log(2) / sum(len(text.encode()) for text in held_out)
+    assert last["validation_bits_per_byte"] == pytest.approx(bits, rel=1e-5)
+
+
+def test_metrics_and_config_hold_what_the_interface_says(run, shape_directory):
+    directory = run("ddp_pretrain.py", 2, model=shape_directory)
+    training, validation = metrics(directory)
+    keys = "step loss learning_rate grad_norm tokens padding_fraction tokens_per_second "
+    keys += "step_seconds data_seconds mfu peak_memory_gib"
+    assert set(keys.split()) <= training[0].keys()
+    assert [line["step"] for line in validation] == [4, STEPS]
+    rates = [line["learning_rate"] for line in training]
+    assert rates == pytest.approx([learning_rate(step) for step in range(1, STEPS + 1)])
+    assert training[0]["mfu"] is None or torch.cuda.is_available()
+    assert all(0 <= line["padding_fraction"] < 0.5 for line in training)
+    assert all(0 <= line["data_seconds"] <= line["step_seconds"] for line in training)
+    config = json.loads((directory / "config.json").read_text())
+    assert config["flags"]["grad_clip"] == 0 and config["world_size"] == 2
+    model = AutoModelForCausalLM.from_pretrained(directory / "hf")
+    assert config["parameters"] == sum(p.numel() for p in model.parameters())
+
+
+def test_one_process_without_torchrun_and_wandb_offline(corpus, shape_directory, tmp_path):
+    words = FLAGS | {"dataset": corpus, "model": shape_directory, "run_dir": tmp_path / "run"}
+    words |= {"wandb_project": "tests", "steps": 2, "eval_every": 1}
+    command = [sys.executable, "ddp_pretrain.py", *arguments(words)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "next:" in done.stdout
+    [log] = (tmp_path / "run").rglob("*.wandb")
+    content = log.read_bytes()
+    for key in (b"validation_bits_per_byte", b"grad_norm"):
+        assert key in content

@@ -1,0 +1,103 @@
+"""Every mode of every strategy on 2 ranks, judged against fp32 eager DDP (see worker.py)."""
+
+import json
+
+import pytest
+import torch
+from conftest import ROOT, SMALL, torchrun
+from transformers import Qwen2ForCausalLM
+from worker import COMMON_MODES, OWN_MODES
+
+
+@pytest.fixture(scope="module")
+def seen(corpus, shape_directory, weights_directory, tmp_path_factory) -> dict:
+    out = tmp_path_factory.mktemp("modes") / "seen.json"
+    base = {"model": shape_directory, "dataset": corpus, "run_dir": str(out.parent), **SMALL}
+    start = {"model": weights_directory, "init_from": weights_directory}
+    done = torchrun(
+        2, str(ROOT / "tests/worker.py"), str(out), json.dumps(base), json.dumps(start), timeout=840
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr, done.stderr
+    return json.loads(out.read_text())
+
+
+def difference(a, b) -> float:
+    """Largest relative difference of two lists, or of the values of two dictionaries."""
+    a, b = (list(x.values()) if isinstance(x, dict) else x for x in (a, b))
+    assert len(a) == len(b)
+    return max(abs(x - y) / max(abs(y), 1e-12) for x, y in zip(a, b))
+
+
+# mode -> (mode it must agree with, tolerance of losses and gradient norms, of final weights)
+EXACT = (1e-6, 1e-5)
+EXPECTED = {
+    "packed": ("packed", *EXACT),
+    "no_clip": ("no_clip", *EXACT),
+    "init_from": ("init_from", *EXACT),
+    "bf16": ("fp32", 1e-2, 5e-2),
+    "ac_selective_bf16": ("fp32", 1e-2, 5e-2),
+    "reduce_every_bf16": ("fp32", 1e-2, 5e-2),
+}
+CASES = [
+    f"{name} {mode}"
+    for name, own in OWN_MODES.items()
+    for mode in [*COMMON_MODES, *own, "init_from"]
+]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mode_agrees_with_ddp(seen, case):
+    reference, of_steps, of_weights = EXPECTED.get(case.split()[1], ("fp32", *EXACT))
+    reference, got = seen[f"ddp {reference}"], seen[case]
+    assert difference(got["losses"], reference["losses"]) < of_steps
+    assert difference(got["norms"], reference["norms"]) < of_steps
+    assert abs(got["validation"] / reference["validation"] - 1) < of_steps
+    assert difference(got["final"], reference["final"]) < of_weights
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_are_fp32_tied_and_sharded(seen, case):
+    got = seen[case]
+    assert got["dtypes"] == ["torch.float32"]
+    assert got["tied"]
+    whole = seen["ddp fp32"]["held"]
+    one_copy_a_rank = case.startswith("ddp") or case == "fsdp2 hybrid"
+    assert got["held"] == (whole if one_copy_a_rank else whole // 2)
+    # q, k, v, o and the three of the feed-forward in each of 4 blocks; embedding tied to the head.
+    assert [number for _, number in got["decay"]] == [7 * 4, 5 * 4 + 2]
+    assert [decay for decay, _ in got["decay"]] == [0.1, 0.0]
+
+
+@pytest.mark.parametrize("name", ["fsdp1", "fsdp2"])
+def test_losses_are_equal_to_the_last_bit_without_clipping(seen, name):
+    assert seen[f"{name} no_clip"]["losses"] == seen["ddp no_clip"]["losses"]
+
+
+def test_ddp_ranks_hold_the_same_parameters_after_each_step(seen):
+    assert all(got["in_step"] for case, got in seen.items() if case.startswith("ddp"))
+
+
+def test_initial_weights_are_the_same_numbers_everywhere(seen):
+    initial = [got["initial"] for case, got in seen.items() if "init_from" not in case]
+    assert all(one == initial[0] for one in initial)
+
+
+def test_init_from_reads_the_weights_that_transformers_saved(seen, weights_directory):
+    model = Qwen2ForCausalLM.from_pretrained(weights_directory, dtype=torch.float32)
+    saved = {name: tensor.double().sum().item() for name, tensor in model.state_dict().items()}
+    for name in OWN_MODES:
+        assert difference(seen[f"{name} init_from"]["initial"], saved) < 1e-12
+
+
+def test_rotary_buffers_are_those_of_transformers(seen, weights_directory):
+    model = Qwen2ForCausalLM.from_pretrained(weights_directory)
+    expected = model.model.rotary_emb.inv_freq.tolist()
+    assert all(got["inverse_frequencies"] == expected for got in seen.values())
+
+
+@pytest.mark.parametrize("name", OWN_MODES)
+def test_accumulating_gradients_equals_one_larger_micro_batch(seen, name):
+    assert seen[f"{name} fp32"]["micro_batches"] == 4
+    assert seen[f"{name} merged"]["micro_batches"] == 1
+    assert difference(seen[f"{name} merged"]["norms"], seen[f"{name} fp32"]["norms"]) < 1e-6
