@@ -282,11 +282,11 @@ class HuggingFaceTokenizer:
             tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise InputError(
-                f"--tokenizer {name} is neither bytes, a tiktoken encoding "
-                f"({', '.join(tiktoken_names())}) nor a Hugging Face tokenizer that can be loaded"
+                f"tokenizer {name} (of --tokenizer or --init_from) is neither bytes, a tiktoken "
+                f"encoding ({', '.join(tiktoken_names())}) nor a fast Hugging Face tokenizer"
             ) from error
         if not tokenizer.is_fast or tokenizer.eos_token_id is None:
-            lacks = "an end-of-text (eos) token" if tokenizer.is_fast else "a fast implementation"
+            lacks = "end-of-text (eos) token" if tokenizer.is_fast else "fast implementation"
             raise InputError(f"--tokenizer {name} has no {lacks}")
         self.name, self.tokenizer = name, tokenizer
         self.vocab_size, self.end_of_text = len(tokenizer), tokenizer.eos_token_id
@@ -410,6 +410,7 @@ def tokenize_corpus(config: Any) -> list[str]:
     """Tokenize the corpus, once for all runs; returns Arrow files in the Hugging Face cache."""
     import datasets
 
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # InputError says what matters
     if rank() or not sys.stderr.isatty():
         datasets.disable_progress_bars()
     tokenizer, corpus = load_tokenizer(config.tokenizer), load_text(config)
@@ -825,8 +826,8 @@ def read_architecture(config: Any, vocabulary: int) -> Any:
         shape = AutoConfig.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise InputError(
-            f"--model {name} is neither tiny, qwen2-0.5b nor a directory or hub id with a "
-            "config.json that this transformers knows"
+            f"model {name} (of --model or --init_from) is neither tiny, qwen2-0.5b nor a directory "
+            "or hub id with a config.json that this transformers knows"
         ) from error
     if vocabulary > shape.vocab_size:
         raise InputError(

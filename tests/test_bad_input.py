@@ -1,0 +1,227 @@
+"""What a user can get wrong ends in one clear line, exit code 2, and no hang."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, SMALL, arguments, metrics, small_shape, torchrun
+
+BASE = {**SMALL, "steps": 2, "eval_every": 2}
+
+
+START = {"init_from": "WEIGHTS", "tokenizer": "bytes"}
+# Name -> flags beside the good ones, and what the error line must hold. FOLDER and WEIGHTS are
+# replaced; "script" is not a flag but the script, fsdp2_pretrain if not given.
+CASES = {
+    "unknown flag": ({"learning_rat": 1}, "unknown flag --learning_rat"),
+    "not a number": ({"steps": "many"}, "--steps: invalid int value: 'many'"),
+    "not a choice": ({"batching": "sorted"}, "--batching: invalid choice: 'sorted'"),
+    "not a strategy": (
+        {"sharding_strategy": "some", "script": "fsdp1_pretrain"},
+        "--sharding_strategy.*: invalid choice: 'some'",
+    ),
+    "other script's flag": (
+        {"cpu_offload": "true", "script": "ddp_pretrain"},
+        "unknown flag --cpu_offload",
+    ),
+    "no steps": ({"steps": 0}, "--steps 0 must be at least 1"),
+    "falling edges": ({"bucket_edges": [128, 64]}, "--bucket_edges .* must increase"),
+    "edge zero": ({"bucket_edges": [0, 64]}, "--bucket_edges .* at least 1"),
+    "long edge": ({"bucket_edges": [64, 1024]}, "--micro_batch_tokens 512 .* 1024"),
+    "indivisible": ({"global_batch_tokens": 1000}, "512 or 1024 would be"),
+    "too small": ({"global_batch_tokens": 100}, "; 512 would be"),
+    "rates": ({"min_learning_rate": 1}, "--min_learning_rate 1.0 is above --learning_rate"),
+    "negative": ({"weight_decay": -1}, "--weight_decay -1.0 must not be negative"),
+    "fraction": ({"activation_checkpointing": 1.5}, "neither none, full"),
+    "word": ({"activation_checkpointing": "half"}, "neither none, full"),
+    "replicas": ({"dp_replicate": 3}, "--dp_replicate 3 does not divide"),
+    "missing file": ({"dataset": "FOLDER/no.jsonl"}, "no.jsonl: no such file"),
+    "missing glob": ({"dataset": "FOLDER/no*.parquet"}, "no such file"),
+    "missing hub dataset": ({"dataset": "nobody/nothing"}, "nobody/nothing cannot be read"),
+    "missing split": ({"dataset_split": "dev"}, "cannot be read: .*dev"),
+    "empty file": ({"dataset": "FOLDER/empty.jsonl"}, "empty.jsonl"),
+    "no text": ({"dataset": "FOLDER/blank.txt"}, "holds no text"),
+    "one document": ({"dataset": "FOLDER/one.txt"}, "holds one document"),
+    "numbers": ({"dataset": "FOLDER/numbers.jsonl"}, "--text_column text holds"),
+    "broken json": ({"dataset": "FOLDER/broken.jsonl"}, "cannot be read"),
+    "broken parquet": ({"dataset": "FOLDER/broken.parquet"}, "cannot be read"),
+    "missing column": ({"text_column": "body"}, "--text_column body: .* only text"),
+    "tokenizer": ({"tokenizer": "gpt9"}, "tokenizer gpt9 .*is neither bytes"),
+    "no network": ({"tokenizer": "o200k_base"}, "TIKTOKEN_CACHE_DIR"),
+    "large tokenizer": (
+        {"model": "FOLDER/few_ids"},
+        "--tokenizer bytes has 257 ids, .* vocabulary of .*few_ids, 256",
+    ),
+    "model": ({"model": "gigantic"}, "model gigantic .*is neither tiny"),
+    "short model": (
+        {"model": "FOLDER/short"},
+        "--bucket_edges 512 exceeds max_position_embeddings 256",
+    ),
+    "sliding window": ({"model": "FOLDER/window"}, "exceeds sliding_window 128"),
+    "no weights": ({"init_from": "FOLDER/shallow"}, "no config.json and .*safetensors in it"),
+    "no directory": ({"init_from": "no/where"}, "no/where .*--init_from"),
+    "missing weights": (
+        START | {"model": "FOLDER/deep"},
+        "lack model.layers.4.*and 19 more",
+    ),
+    "unexpected weights": (START, "also hold model.layers.2.*and 19 more"),
+    "mis-shaped weights": (
+        START | {"model": "FOLDER/narrow"},
+        r"another shape model.embed_tokens.weight \[320, 32\] instead of \[320, 16\]",
+    ),
+    "run_dir is a file": ({"run_dir": "FOLDER/file"}, "cannot be written: .*exists"),
+    "run_dir under a file": ({"run_dir": "FOLDER/file/run"}, "cannot be written"),
+    "read-only run_dir": ({"run_dir": "/proc/run"}, "cannot be written"),
+}
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory, corpus, weights_directory) -> dict[str, list[str]]:
+    """Name -> script and flags."""
+    folder = tmp_path_factory.mktemp("bad")
+    files = {
+        "empty.jsonl": "",
+        "blank.txt": "\n\n\n",
+        "one.txt": "one document\n",
+        "numbers.jsonl": '{"text": 1}\n{"text": 2}\n',
+        "broken.jsonl": '{"text": "a"}\n{"text": \n',
+        "broken.parquet": "this is no parquet file",
+        "file": "a file where a directory should be",
+    }
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    for name, change in {
+        "few_ids": {"vocab_size": 256},
+        "short": {"max_position_embeddings": 256},
+        "window": {"sliding_window": 128, "use_sliding_window": True},
+        "narrow": {"hidden_size": 16},
+        "shallow": {"num_hidden_layers": 2},
+        "deep": {"num_hidden_layers": 6},
+    }.items():
+        small_shape(**change).save_pretrained(folder / name)
+    good = BASE | {"dataset": corpus, "run_dir": "FOLDER/run", "model": "FOLDER/shallow"}
+    made = {}
+    for name, (flags, _) in CASES.items():
+        flags = good | flags
+        script = flags.pop("script", "fsdp2_pretrain")
+        words = [word.replace("WEIGHTS", weights_directory) for word in arguments(flags)]
+        made[name] = [script, *(word.replace("FOLDER", str(folder)) for word in words)]
+    return made
+
+
+@pytest.fixture(scope="module")
+def outcomes(commands, tmp_path_factory) -> dict[str, tuple[int, str]]:
+    """Name -> exit code and stderr, as one rank."""
+    program = [sys.executable, str(ROOT / "tests/forked.py"), json.dumps([*commands.values()])]
+    environment = os.environ | {"TIKTOKEN_CACHE_DIR": str(tmp_path_factory.mktemp("none"))}
+    done = subprocess.run(
+        program, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(commands, json.loads(done.stdout.splitlines()[-1])))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bad_input_is_one_line_and_exit_code_2(outcomes, name):
+    code, stderr = outcomes[name]
+    assert code == 2, stderr
+    [line] = stderr.splitlines()
+    assert line.startswith("error: ")
+    assert re.search(CASES[name][1], line), line
+
+
+@pytest.mark.parametrize("name", ["unknown flag", "missing column", "missing weights", "replicas"])
+def test_under_torchrun_it_is_said_once_and_ends_within_30_seconds(commands, name):
+    script, *words = commands[name]
+    began = time.monotonic()
+    done = torchrun(2, f"{script}.py", *words, timeout=60)
+    assert time.monotonic() - began < 30
+    assert done.returncode == 1  # torchrun's own, for any rank that fails
+    said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1, done.stderr
+    assert "exitcode  : 2" in done.stderr
+    assert " failed:" not in done.stderr  # no traceback of ours
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 200 KiB."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(tmp_path)], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a small tmpfs is not allowed here")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_no_space_for_the_weights_is_said_before_training(small_disk, corpus):
+    words = arguments(BASE | {"dataset": corpus, "run_dir": small_disk / "run"})
+    done = subprocess.run(
+        [sys.executable, "fsdp2_pretrain.py", *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "MiB left" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_compile_without_a_compiler_is_refused(corpus, tmp_path):
+    words = arguments(BASE | {"dataset": corpus, "run_dir": tmp_path, "compile": "true"})
+    done = subprocess.run(
+        [sys.executable, "ddp_pretrain.py", *words],
+        cwd=ROOT,
+        env={"PATH": str(tmp_path), "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "--compile needs a C++ compiler" in done.stderr
+
+
+def test_diverging_run_skips_steps_then_ends_naming_step_and_causes(corpus, tmp_path):
+    """Weights of infinity: every loss is NaN, on all ranks alike."""
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    model = Qwen2ForCausalLM(small_shape())
+    model.model.norm.weight.data.fill_(torch.inf)
+    model.save_pretrained(tmp_path / "weights")
+    flags = BASE | {"dataset": corpus, "run_dir": tmp_path / "run", "steps": 20, "eval_every": 20}
+    flags |= {"init_from": tmp_path / "weights", "tokenizer": "bytes"}
+    done = torchrun(2, "fsdp2_pretrain.py", *arguments(flags), timeout=60)
+    assert done.returncode == 1
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert "five steps in a row, up to step 5" in line and "--learning_rate" in line
+    training, _ = metrics(tmp_path / "run")
+    assert [line["skipped_steps"] for line in training] == [1, 2, 3, 4, 5]
+    assert training[0]["loss"] is None
+    assert done.stdout.count("skipped: loss nan") == 5
+
+
+def test_exception_on_one_rank_ends_the_other(corpus, tmp_path):
+    """Rank 1 raises in its third step, while rank 0 waits for it in a collective."""
+    program = tmp_path / "failing.py"
+    program.write_text(
+        "import sys\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import common, fsdp2_pretrain as script\n"
+        "step, calls = script.train_step, []\n"
+        "def train_step(*arguments):\n"
+        "    calls.append(1)\n"
+        "    if len(calls) == 3 and common.rank() == 1:\n"
+        "        raise ZeroDivisionError('made up')\n"
+        "    return step(*arguments)\n"
+        "script.train_step = train_step\n"
+        "common.launch(script.main)\n"
+    )
+    words = arguments(BASE | {"dataset": corpus, "run_dir": tmp_path / "run", "steps": 9})
+    began = time.monotonic()
+    done = torchrun(2, str(program), *words, timeout=90)
+    assert done.returncode == 1
+    assert time.monotonic() - began < 45
+    first = done.stderr.index("failed:")
+    assert done.stderr[first - 7 : first] == "rank 1 "
+    assert "ZeroDivisionError: made up" in done.stderr
