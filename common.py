@@ -917,6 +917,7 @@ def export(directory: Path, shape: Any, state: dict[str, torch.Tensor], tokenize
     from torch.distributed.tensor import DTensor
     from transformers import AutoModelForCausalLM, logging
 
+    shape.bos_token_id, shape.eos_token_id = None, tokenizer.end_of_text  # where to stop writing
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape)
     weights = {}

@@ -38,6 +38,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn import functional as F
+from torch.nn.attention import varlen  # noqa: F401 (registers torch.ops.torch_attn)
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 
@@ -50,7 +51,7 @@ from common import flag
 @dataclass
 class Config:
     model: str = flag("tiny", "tiny, qwen2-0.5b, or a directory or hub id with a config.json")
-    init_from: str | None = flag(None, "weights to start from: Hugging Face directory or hub id")
+    init_from: str | None = flag(None, "start from weights: run or Hugging Face directory, hub id")
     tokenizer: str = flag("bytes", "bytes, a tiktoken encoding (gpt2), or a directory or hub id")
     dataset: str = flag("stdlib", "stdlib, a hub id, or .parquet .jsonl .json .txt file, glob, URL")
     dataset_config: str | None = flag(None, "configuration name of a hub dataset")
@@ -62,10 +63,10 @@ class Config:
     )
     micro_batch_tokens: int = flag(4096, "token positions of one forward pass, padding included")
     global_batch_tokens: int = flag(8192, "token positions of one optimizer step, over all ranks")
-    steps: int = flag(250, "optimizer steps of the whole run")
+    steps: int = flag(200, "optimizer steps of the whole run")
     learning_rate: float = flag(4e-3, "peak learning rate of AdamW")
     min_learning_rate: float = flag(4e-4, "learning rate at the end of the cosine")
-    warmup_steps: int = flag(20, "steps of linear warm-up")
+    warmup_steps: int = flag(10, "steps of linear warm-up")
     weight_decay: float = flag(0.1, "decay of matrices; embeddings, norms and biases have none")
     grad_clip: float = flag(1.0, "largest gradient norm; 0: no clipping")
     precision: Literal["auto", "fp32", "bf16"] = flag("auto", "of compute; auto: bf16 on CUDA only")
@@ -99,9 +100,9 @@ def init_process_group() -> torch.device:
 
 # --- Model ----------------------------------------------------------------------------------------
 
-SHAPES = {  # hidden size, feed-forward size, blocks, attention heads
-    "tiny": (128, 384, 5, 4),
-    "qwen2-0.5b": (896, 4864, 24, 14),
+SHAPES = {  # hidden size, feed-forward size, blocks, attention heads, rotary base, initial std
+    "tiny": (192, 640, 2, 4, 1e4, 0.07),
+    "qwen2-0.5b": (896, 4864, 24, 14, 1e6, 0.02),
 }
 KEPT = [  # by selective activation checkpointing; the cheap rest of a block is computed again
     torch.ops.aten.mm.default,
@@ -110,6 +111,7 @@ KEPT = [  # by selective activation checkpointing; the cheap rest of a block is 
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,
     torch.ops._c10d_functional.all_gather_into_tensor.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 ]
@@ -119,7 +121,7 @@ def architecture(config: Config, vocabulary: int) -> PreTrainedConfig:
     """The model's shape: built here, or read from the config.json that --model names."""
     if config.model not in SHAPES:
         return common.read_architecture(config, vocabulary)
-    hidden, feed_forward, blocks, heads = SHAPES[config.model]
+    hidden, feed_forward, blocks, heads, rotary_base, initial_std = SHAPES[config.model]
     return Qwen2Config(
         vocab_size=math.ceil(vocabulary / 64) * 64,  # a multiple of 64 keeps matmuls fast
         hidden_size=hidden,
@@ -127,7 +129,8 @@ def architecture(config: Config, vocabulary: int) -> PreTrainedConfig:
         num_hidden_layers=blocks,
         num_attention_heads=heads,
         num_key_value_heads=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        rope_parameters={"rope_type": "default", "rope_theta": rotary_base},
+        initializer_range=initial_std,
         tie_word_embeddings=True,
     )
 
@@ -172,8 +175,8 @@ def initialize(modules: Iterable[nn.Module], names: dict, model: nn.Module, devi
 def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
     """Returns the model, ready to train, and the names of the parameters with weight decay.
 
-    The order matters: patch, checkpoint activations, compile, shard. Checkpointing around a
-    compiled block would compute it twice as often, compiling a sharded one would trace the hooks.
+    The order matters: patch, checkpoint activations, compile, wrap or shard. The compiler must see
+    the checkpointing (around a compiled block it recomputes twice), but not the strategy's hooks.
     """
     AttentionInterface.register("documents", common.document_attention)
     with torch.device("meta"):  # shapes only, no memory yet
@@ -242,8 +245,7 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
 # --- Optimizer and schedule -----------------------------------------------------------------------
 def build_optimizer(model: nn.Module, decayed: set[str], config: Config) -> torch.optim.AdamW:
     """AdamW on the parameters as this rank holds them."""
-    prefix = "_fsdp_wrapped_module."
-    parameters = [(n.replace(prefix, ""), p) for n, p in model.named_parameters()]
+    parameters = [(n.replace("_fsdp_wrapped_module.", ""), p) for n, p in model.named_parameters()]
     groups = [
         {"params": [p for n, p in parameters if n in decayed], "weight_decay": config.weight_decay},
         {"params": [p for n, p in parameters if n not in decayed], "weight_decay": 0.0},
@@ -338,6 +340,7 @@ def main() -> None:
         started = time.perf_counter()
         batch = next(batches)
         waited = time.perf_counter() - started
+        torch.manual_seed(config.seed + step * dist.get_world_size() + dist.get_rank())  # dropout
         learning_rate = learning_rate_at(step, config)
         loss, grad_norm = train_step(model, optimizer, batch, config, device, learning_rate)
         seconds = time.perf_counter() - started

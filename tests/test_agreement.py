@@ -27,7 +27,7 @@ def run(corpus, tmp_path_factory):
     done = {}
 
     def launch(script: str, ranks: int, **flags):
-        key = json.dumps([script, ranks, flags], sort_keys=True)
+        key = json.dumps([script, ranks, flags], sort_keys=True, default=str)
         if key not in done:
             directory = tmp_path_factory.mktemp("run")
             words = arguments(FLAGS | {"dataset": corpus, "run_dir": directory} | flags)
@@ -129,10 +129,47 @@ def test_plain_loop_in_one_process_gives_the_same_losses(
         torch.testing.assert_close(trained[name], parameter.data, rtol=1e-3, atol=2e-4)
 
 
-def test_exported_model_has_the_validation_loss_in_plain_transformers(run, texts, shape_directory):
-    directory = run("fsdp2_pretrain.py", 2, model=shape_directory)
+def small_models() -> dict:
+    """Architectures that differ where it matters: tying, names, biases, ways to initialize."""
+    from transformers import GPT2Config, LlamaConfig, PhiConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "vocab_size": 320}
+    return {
+        "llama": LlamaConfig(**sizes, num_key_value_heads=2, tie_word_embeddings=False),
+        "phi": PhiConfig(**sizes, tie_word_embeddings=False),  # its head has a bias
+        "gpt2": GPT2Config(
+            vocab_size=320,
+            n_embd=32,
+            n_layer=2,
+            n_head=4,
+            n_positions=1024,
+            bos_token_id=None,
+            eos_token_id=None,
+        ),
+    }
+
+
+@pytest.mark.parametrize(
+    "script, name",
+    [
+        ("fsdp2_pretrain.py", "qwen2"),
+        ("fsdp2_pretrain.py", "llama"),
+        ("fsdp1_pretrain.py", "phi"),
+        ("fsdp2_pretrain.py", "gpt2"),
+    ],
+)
+def test_exported_model_has_the_validation_loss_in_plain_transformers(
+    run, texts, shape_directory, tmp_path, script, name
+):
+    if name == "qwen2":
+        directory = run(script, 2, model=shape_directory)
+    else:
+        small_models()[name].save_pretrained(tmp_path)
+        directory = run(script, 2, model=tmp_path)
     model = AutoModelForCausalLM.from_pretrained(directory / "hf")
     tokenizer = AutoTokenizer.from_pretrained(directory / "hf")
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 256
 
     def digest(text: str) -> int:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

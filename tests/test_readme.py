@@ -1,0 +1,120 @@
+"""The README's commands are the ones that work."""
+
+import math
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from conftest import ROOT, SCRIPTS, metrics
+
+import common
+
+README = (ROOT / "README.md").read_text()
+
+
+def block(marker: str) -> list[str]:
+    """Lines of the code block after a marker."""
+    found = re.search(rf"<!-- {marker} -->\n```bash\n(.*?)```", README, re.DOTALL)
+    return found[1].splitlines()
+
+
+def launches() -> list[str]:
+    """Every command of the README that starts one of the scripts."""
+    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    return [line for line in lines if line.startswith("torchrun")]
+
+
+@pytest.mark.parametrize("command", launches())
+def test_flags_in_the_readme_are_accepted(command, monkeypatch):
+    import importlib
+
+    words = shlex.split(command)
+    [script] = [word for word in words if word.endswith(".py")]
+    sizes = [re.search(rf"--{name}=(\d+)", command) for name in ("nnodes", "nproc-per-node")]
+    ranks = math.prod(int(size[1]) for size in sizes if size)
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(sys, "argv", words[words.index(script) :])
+    config = common.parse_config(importlib.import_module(script[:-3]).Config)
+    assert config.steps >= 1
+
+
+def test_first_run(tmp_path):
+    """The first block as it stands, but for making the environment (this is one), timed."""
+    *setup, command = block("first run")
+    assert setup == [
+        "python3 -m venv .venv",
+        "source .venv/bin/activate",
+        "pip install -r requirements.txt",
+    ]
+    for name in (*SCRIPTS, "common.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    cache = str(tmp_path / "cache")  # nothing is cached yet
+    environment = os.environ | {"HF_HOME": cache, "HF_DATASETS_CACHE": cache}
+    environment["PATH"] = f"{os.path.dirname(sys.executable)}:{environment['PATH']}"
+    seconds = {}
+
+    def run(words: str, limit: float) -> str:
+        began = time.monotonic()
+        process = subprocess.Popen(
+            words, shell=True, cwd=tmp_path, env=environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+        timer = threading.Timer(limit, lambda: os.killpg(process.pid, 9))
+        timer.start()
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.startswith("step 1/"):
+                seconds[words] = time.monotonic() - began
+        errors = process.stderr.read()
+        timer.cancel()
+        assert process.wait() == 0, errors
+        assert errors == ""
+        return "".join(lines)
+
+    printed = run(command, 240)
+    assert seconds[command] < 30
+    run_dir = tmp_path / "runs/fsdp2_pretrain"
+    _, validation = metrics(run_dir)
+    claims = re.search(r"about ([\d.]+) nats.* reaches ([\d.]+)", README, re.DOTALL)
+    claimed, bigram = map(float, claims.groups())
+    assert validation[-1]["validation_loss"] == pytest.approx(claimed, abs=0.06)
+    assert claimed < bigram - 0.4
+    assert re.search(r"--- the model continues .*\n(.|\n)+\n---\n", printed)
+    assert f"files: {run_dir.relative_to(tmp_path)}/metrics.jsonl" in printed
+    following = re.search(r"next:  (.*)", printed)[1]
+    run(f"{following} --steps 1 --eval_batches 2", 60)
+    assert seconds[f"{following} --steps 1 --eval_batches 2"] < 20
+    held_out = subprocess.run(
+        [sys.executable, ROOT / "bench/bigram.py"], env=environment, capture_output=True, text=True
+    )
+    assert f"validation loss {bigram:.2f}" in held_out.stdout
+
+
+def test_traffic_table_is_current():
+    done = subprocess.run(
+        [sys.executable, ROOT / "bench/traffic.py"], capture_output=True, text=True, check=True
+    )
+    assert done.stdout in README
+
+
+def test_help_lists_every_flag_quickly():
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "fsdp2_pretrain.py", "--help"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert time.monotonic() - began < 15
+    assert done.returncode == 0
+    import fsdp2_pretrain
+
+    for name in fsdp2_pretrain.Config.__dataclass_fields__:
+        assert f"--{name}" in done.stdout
+    assert "(default: 4096)" in done.stdout
