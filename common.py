@@ -29,6 +29,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn.attention.varlen import varlen_attn
+
+try:
+    from flash_attn import flash_attn_varlen_func
+except ImportError:
+    flash_attn_varlen_func = None  # then torch's own, `varlen_attn`
 
 T = TypeVar("T")
 IGNORED = -100  # label of a position without loss: cross entropy's own default
@@ -57,10 +63,11 @@ def launch(main: Callable[[], None]) -> None:
     try:
         return main()
     except (InputError, RunError) as error:
-        if rank == 0:
-            print(f"error: {error}", file=sys.stderr)
-        else:
-            time.sleep(5)  # torchrun ends all ranks when one exits: rank 0 must print first
+        if rank:
+            # torchrun ends all ranks when one exits: rank 0 must print first. Who still lives
+            # after that alone knows of the error.
+            time.sleep(5)
+        print(f"error: {error}", file=sys.stderr)
         code = 2 if isinstance(error, InputError) else 1
     except Exception:
         print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
@@ -102,7 +109,7 @@ def parse_config(config_class: type[T]) -> T:
             if not found:
                 refuse(f"--init_from {config.init_from}: no config.json and *.safetensors in it")
             config.init_from = str(found[0])
-        given = {word.split("=")[0].lstrip("-") for word in sys.argv[1:]}
+        given = {word[2:].split("=")[0] for word in sys.argv[1:] if word.startswith("--")}
         for name in {"model", "tokenizer"} - given:
             setattr(config, name, config.init_from)
     check_config(config)
@@ -114,8 +121,9 @@ def check_config(config: Any) -> None:
     ranks, cuda = int(os.environ["WORLD_SIZE"]), torch.cuda.is_available()
     if cuda and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
         raise InputError(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
+    bf16 = not cuda or torch.cuda.is_bf16_supported(including_emulation=False)
     if config.precision == "auto":
-        config.precision = "bf16" if cuda else "fp32"
+        config.precision = "bf16" if cuda and bf16 else "fp32"
     for name in ("steps", "eval_every", "eval_batches", "bucket_edges", "micro_batch_tokens"):
         if np.min(getattr(config, name), initial=1) < 1:
             raise InputError(f"--{name} {getattr(config, name)} must be at least 1")
@@ -153,18 +161,26 @@ def check_config(config: Any) -> None:
                 f"--activation_checkpointing {config.activation_checkpointing} is neither none, "
                 "full, selective nor a fraction of the blocks such as 0.5"
             )
-    if config.precision == "bf16" and cuda and not torch.cuda.is_bf16_supported():
+    if config.precision == "bf16" and not bf16:
         raise InputError(f"--precision bf16: {torch.cuda.get_device_name()} lacks it, use fp32")
+    from torch.utils._triton import has_triton
+
     compilers = [] if cuda else [os.environ.get("CXX", "g++"), "clang++"]
     if config.compile and not (any(map(shutil.which, compilers)) or cuda and has_triton()):
         raise InputError(f"--compile needs {'triton' if cuda else 'a C++ compiler'} here")
-
-
-def has_triton() -> bool:
-    """Whether torch.compile can generate GPU code."""
-    from torch.utils._triton import has_triton
-
-    return has_triton()
+    fsdp1 = hasattr(config, "sharding_strategy")
+    if fsdp1 and config.compile and config.precision == "bf16" and below > 1:
+        raise InputError(
+            "--compile: FSDP1 in bf16 cannot accumulate gradients then (the compiler refuses bf16 "
+            "parameters with fp32 gradients); raise --micro_batch_tokens, or use fsdp2_pretrain.py"
+        )
+    kernel = cuda and config.precision == "bf16"  # variable-length attention that can be compiled
+    if config.compile and config.batching == "packed" and not kernel:
+        if config.activation_checkpointing != "none":
+            raise InputError(
+                "--compile with --batching packed and --activation_checkpointing compiles nothing "
+                "without CUDA and bf16; leave one of them out"
+            )
 
 
 # --- Ranks ----------------------------------------------------------------------------------------
@@ -269,6 +285,7 @@ class TiktokenTokenizer:
             tokenizer_object=converted,
             eos_token=names[self.end_of_text],
             clean_up_tokenization_spaces=False,
+            split_special_tokens=True,  # as in training: spelled-out special tokens are text
         )
 
 
@@ -753,6 +770,10 @@ def to_device(micro_batch: dict[str, Any], device: torch.device) -> dict[str, An
 
 # --- Attention within documents -------------------------------------------------------------------
 
+VARIABLE_LENGTH_OPS = [torch.ops.torch_attn._varlen_attn.default]
+if flash_attn_varlen_func is not None:
+    VARIABLE_LENGTH_OPS.append(torch.ops.flash_attn._flash_attn_varlen_forward.default)
+
 
 def document_attention(
     module: torch.nn.Module,
@@ -779,18 +800,17 @@ def document_attention(
 
     if cu_seq_lens_q is None:
         return sdpa_attention_forward(module, query, key, value, None, **kwargs)
+    if torch.is_autocast_enabled(query.device.type):  # rotary embedding returns fp32 under it
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale, groups = kwargs.get("scaling"), query.shape[1] // key.shape[1]
     key, value = repeat_kv(key, groups), repeat_kv(value, groups)
     if query.is_cuda and query.dtype != torch.float32:  # what the variable-length kernels take
         flat = [x[0].transpose(0, 1) for x in (query, key, value)]  # [tokens, heads, head size]
         limits = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-        try:
-            from flash_attn import flash_attn_varlen_func
-
+        if flash_attn_varlen_func is not None:
             output = flash_attn_varlen_func(*flat, *limits, softmax_scale=scale, causal=True)
-        except ImportError:
-            from torch.nn.attention.varlen import varlen_attn
-
+        else:
             output = varlen_attn(*flat, *limits, scale=scale, window_size=(-1, 0))
         return output[None], None
     return attention_document_by_document(query, key, value, cu_seq_lens_q, scale), None
@@ -819,7 +839,7 @@ def read_architecture(config: Any, vocabulary: int) -> Any:
     Raises:
         InputError: unreadable, or the model would not train on this data as it is meant to.
     """
-    from transformers import AutoConfig
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     name, longest = config.model, config.bucket_edges[-1]
     try:
@@ -829,6 +849,15 @@ def read_architecture(config: Any, vocabulary: int) -> Any:
             f"model {name} (of --model or --init_from) is neither tiny, qwen2-0.5b nor a directory "
             "or hub id with a config.json that this transformers knows"
         ) from error
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(shape), None)
+    layers = set(getattr(shape, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
+    if not getattr(kind, "_supports_attention_backend", False) or layers:
+        raise InputError(f"--model {name}: its attention cannot be kept within documents")
+    if getattr(shape, "output_router_logits", False):
+        raise InputError(f"--model {name}: a loss on its router is not supported")
     if vocabulary > shape.vocab_size:
         raise InputError(
             f"--tokenizer {config.tokenizer} has {vocabulary} ids, more than the vocabulary of "
@@ -860,7 +889,7 @@ def tied_names(model: Any) -> set[str]:
 def load_weights(model: torch.nn.Module, name: str) -> None:
     """Fill whole or sharded parameters in place from a Hugging Face directory or hub id.
 
-    Every rank reads just the slices it holds, cast on the way: none ever holds a second copy.
+    Every rank reads just the slices that it keeps, cast on the way: none holds a second copy.
 
     Raises:
         InputError: names the parameters that are missing, unexpected or of another shape.
@@ -948,7 +977,8 @@ def write_sample(directory: Path, prompt: np.ndarray, device: torch.device) -> s
     model = AutoModelForCausalLM.from_pretrained(directory).to(device)
     ids = torch.from_numpy(prompt.astype(np.int64))[None].to(device)
     torch.manual_seed(0)
-    options = {"max_new_tokens": 160, "do_sample": True, "temperature": 0.7}
+    room = getattr(model.config, "max_position_embeddings", 4096) - ids.shape[1]
+    options = {"max_new_tokens": min(160, room), "do_sample": True, "temperature": 0.7}
     options |= {"attention_mask": torch.ones_like(ids), "pad_token_id": tokenizer.eos_token_id}
     return tokenizer.decode(model.generate(ids, **options)[0])
 
@@ -958,8 +988,9 @@ def write_sample(directory: Path, prompt: np.ndarray, device: torch.device) -> s
 # Dense bf16 FLOP/s from the makers' data sheets (where "with sparsity" stands for twice as much).
 PEAK_FLOPS = {
     "B200": 2250e12, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
-    "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 6000 Ada": 364e12, "L4": 121e12,
-    "A10G": 70e12, "A10": 125e12, "RTX 4090": 165e12, "RTX A6000": 155e12, "RTX 3090": 71e12,
+    "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L40": 181e12, "RTX 6000 Ada": 364e12,
+    "L4": 121e12, "A10G": 70e12, "A10": 125e12, "RTX 4090": 165e12, "RTX A6000": 155e12,
+    "RTX 3090": 71e12,
 }  # fmt: skip
 
 

@@ -31,7 +31,6 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.nn import functional as F
-from torch.nn.attention import varlen  # noqa: F401 (registers torch.ops.torch_attn)
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
@@ -94,6 +93,7 @@ SHAPES = {  # hidden size, feed-forward size, blocks, attention heads, rotary ba
     "tiny": (192, 640, 2, 4, 1e4, 0.07),
     "qwen2-0.5b": (896, 4864, 24, 14, 1e6, 0.02),
 }
+CHUNK_LOGITS = 2**26  # that the loss computes at a time: 256 MiB in fp32
 KEPT = [  # by selective activation checkpointing; the cheap rest of a block is computed again
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -101,7 +101,7 @@ KEPT = [  # by selective activation checkpointing; the cheap rest of a block is 
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.torch_attn._varlen_attn.default,
+    *common.VARIABLE_LENGTH_OPS,
     torch.ops._c10d_functional.all_gather_into_tensor.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 ]
@@ -139,7 +139,7 @@ def summed_loss(self: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, 
         logits = F.linear(hidden, head.weight, head.bias).float()  # [chunk, vocabulary]
         return F.cross_entropy(logits, labels, reduction="sum")
 
-    tokens = max(1, 2**26 // head.weight.shape[0])  # logits of a chunk: 256 MiB
+    tokens = max(1, CHUNK_LOGITS // head.weight.shape[0])
     chunks = zip(hidden.flatten(0, 1).split(tokens), labels.flatten().split(tokens))
     return sum(checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks)
 
@@ -185,6 +185,7 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
     fraction = {"none": 0.0, "full": 1.0, "selective": 1.0}.get(mode)
     fraction = float(mode) if fraction is None else fraction
     options = {}
+    torch._dynamo.config.recompile_limit = 8 + 2 * len(config.bucket_edges)  # a graph a shape
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
     for i, block in enumerate(blocks):
@@ -207,7 +208,7 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
     model = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,
-        gradient_as_bucket_view=True,  # gradients live in the buckets: no second copy of them
+        gradient_as_bucket_view=True,  # once reduced, gradients live in the buckets: no second copy
     )
     return model, decayed
 
@@ -320,7 +321,7 @@ def main() -> None:
     # Leaving with the model alive can abort in the communication threads: drop it, then the group.
     del model, optimizer, batches
     gc.collect()
-    dist.barrier()
+    dist.barrier(common.patient_group())
     dist.destroy_process_group()
     run.finish(validation.prompt(), "torchrun --standalone --nproc-per-node=2 fsdp1_pretrain.py")
 

@@ -6,8 +6,8 @@ in one flat tensor and cuts that in N.
 
 What moves in a step, with P the bytes of the model: before a block's forward and again before its
 backward an all-gather of its parameters, P(N-1)/N each over all blocks; after its backward a
-reduce-scatter of its gradients, P(N-1)/N. Together 3P(N-1)/N, half as much again as DDP, most of it
-while a neighbouring block computes.
+reduce-scatter of its gradients, P(N-1)/N. Together 3P(N-1)/N, half as much again as DDP (in bf16,
+whose gathers are half the size, as much as DDP), most of it while a neighbouring block computes.
 
 Choose FSDP2 instead for anything new; this is for reading and keeping what was built on FSDP1.
 
@@ -38,7 +38,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import CustomPolicy
 from torch.nn import functional as F
-from torch.nn.attention import varlen  # noqa: F401 (registers torch.ops.torch_attn)
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 
@@ -104,6 +103,7 @@ SHAPES = {  # hidden size, feed-forward size, blocks, attention heads, rotary ba
     "tiny": (192, 640, 2, 4, 1e4, 0.07),
     "qwen2-0.5b": (896, 4864, 24, 14, 1e6, 0.02),
 }
+CHUNK_LOGITS = 2**26  # that the loss computes at a time: 256 MiB in fp32
 KEPT = [  # by selective activation checkpointing; the cheap rest of a block is computed again
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
@@ -111,7 +111,7 @@ KEPT = [  # by selective activation checkpointing; the cheap rest of a block is 
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.torch_attn._varlen_attn.default,
+    *common.VARIABLE_LENGTH_OPS,
     torch.ops._c10d_functional.all_gather_into_tensor.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 ]
@@ -149,7 +149,7 @@ def summed_loss(self: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, 
         logits = F.linear(hidden, head.weight, head.bias).float()  # [chunk, vocabulary]
         return F.cross_entropy(logits, labels, reduction="sum")
 
-    tokens = max(1, 2**26 // head.weight.shape[0])  # logits of a chunk: 256 MiB
+    tokens = max(1, CHUNK_LOGITS // head.weight.shape[0])
     chunks = zip(hidden.flatten(0, 1).split(tokens), labels.flatten().split(tokens))
     return sum(checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks)
 
@@ -195,6 +195,7 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
     fraction = {"none": 0.0, "full": 1.0, "selective": 1.0}.get(mode)
     fraction = float(mode) if fraction is None else fraction
     options = {}
+    torch._dynamo.config.recompile_limit = 8 + 2 * len(config.bucket_edges)  # a graph a shape
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
     for i, block in enumerate(blocks):
@@ -352,7 +353,7 @@ def main() -> None:
     # Leaving with the model alive can abort in the communication threads: drop it, then the group.
     del model, optimizer, batches
     gc.collect()
-    dist.barrier()
+    dist.barrier(common.patient_group())
     dist.destroy_process_group()
     run.finish(validation.prompt(), "torchrun --standalone --nproc-per-node=2 fsdp2_pretrain.py")
 

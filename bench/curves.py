@@ -2,7 +2,7 @@
 
     python bench/curves.py
 
-Runs the scripts as the README says, with their default flags, on 2 ranks; then writes
+Runs the scripts with their default flags but for clipping, on 2 ranks; then writes
 docs/curves.png and docs/curves.json.
 """
 

@@ -74,6 +74,11 @@ def test_world_sizes_agree(run, shape_directory, script, ranks):
         assert worst(*values) < 1e-4
     tokens = [[line["tokens"] for line in metrics(d)[0]] for d in (one, other)]
     assert tokens[0] == tokens[1]
+    norms = [[line["grad_norm"] for line in metrics(d)[0]] for d in (one, other)]
+    assert worst(*norms) < 1e-3
+    weights = [load_file(d / "hf/model.safetensors") for d in (one, other)]
+    for name, tensor in weights[0].items():
+        torch.testing.assert_close(tensor, weights[1][name], rtol=1e-3, atol=2e-4)
 
 
 def learning_rate(step: int, peak=0.01, least=4e-4, warmup=1) -> float:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from conftest import ROOT, SMALL, arguments, metrics, small_shape, torchrun
+from transformers import BloomConfig
 
 BASE = {**SMALL, "steps": 2, "eval_every": 2}
 
@@ -61,6 +62,15 @@ CASES = {
         {"model": "FOLDER/short"},
         "--bucket_edges 512 exceeds max_position_embeddings 256",
     ),
+    "attention without our mask": ({"model": "FOLDER/bloom"}, "cannot be kept within documents"),
+    "fsdp1 in bf16": (
+        {"compile": "true", "precision": "bf16", "script": "fsdp1_pretrain"},
+        "FSDP1 in bf16 cannot accumulate gradients",
+    ),
+    "compiles nothing": (
+        {"compile": "true", "batching": "packed", "activation_checkpointing": "full"},
+        "compiles nothing",
+    ),
     "sliding window": ({"model": "FOLDER/window"}, "exceeds sliding_window 128"),
     "no weights": ({"init_from": "FOLDER/shallow"}, "no config.json and .*safetensors in it"),
     "no directory": ({"init_from": "no/where"}, "no/where .*--init_from"),
@@ -103,6 +113,9 @@ def commands(tmp_path_factory, corpus, weights_directory) -> dict[str, list[str]
         "deep": {"num_hidden_layers": 6},
     }.items():
         small_shape(**change).save_pretrained(folder / name)
+    BloomConfig(vocab_size=320, hidden_size=32, n_layer=2, n_head=4).save_pretrained(
+        folder / "bloom"
+    )
     good = BASE | {"dataset": corpus, "run_dir": "FOLDER/run", "model": "FOLDER/shallow"}
     made = {}
     for name, (flags, _) in CASES.items():

@@ -35,7 +35,11 @@ EXPECTED = {
     "packed": ("packed", *EXACT),
     "no_clip": ("no_clip", *EXACT),
     "init_from": ("init_from", *EXACT),
+    "compile_packed": ("packed", *EXACT),
     "bf16": ("fp32", 1e-2, 5e-2),
+    "large": ("large", *EXACT),
+    "compile_bf16": ("large", 1e-2, 5e-2),
+    "chunked_loss_bf16": ("fp32", 1e-2, 5e-2),
     "ac_selective_bf16": ("fp32", 1e-2, 5e-2),
     "reduce_every_bf16": ("fp32", 1e-2, 5e-2),
 }
@@ -94,6 +98,19 @@ def test_rotary_buffers_are_those_of_transformers(seen, weights_directory):
     model = Qwen2ForCausalLM.from_pretrained(weights_directory)
     expected = model.model.rotary_emb.inv_freq.tolist()
     assert all(got["inverse_frequencies"] == expected for got in seen.values())
+
+
+@pytest.mark.parametrize("name", OWN_MODES)
+def test_activation_checkpointing_computes_again_what_its_name_says(seen, name):
+    """FLOPs of matmuls: full repeats the forward of all blocks, 0.5 of half of them, selective of
+    none (it keeps the matmuls)."""
+    none, full, selective, half = (
+        seen[f"{name} {mode}"]["flops"]
+        for mode in ("fp32", "ac_full", "ac_selective", "ac_fraction")
+    )
+    assert full > 1.1 * none
+    assert half - none == (full - none) // 2
+    assert selective == none
 
 
 @pytest.mark.parametrize("name", OWN_MODES)

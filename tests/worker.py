@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
+from torch.utils.flop_counter import FlopCounterMode
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import common  # noqa: E402
@@ -32,6 +33,11 @@ COMMON_MODES = {
     "ac_selective_bf16": {"activation_checkpointing": "selective", "precision": "bf16"},
     "compile": {"compile": True},
     "compile_ac_full": {"compile": True, "activation_checkpointing": "full"},
+    "compile_packed": {"compile": True, "batching": "packed"},
+    "large": {"micro_batch_tokens": 2048},
+    "compile_bf16": {"compile": True, "precision": "bf16", "micro_batch_tokens": 2048},
+    "chunked_loss": {"CHUNK_LOGITS": 320 * 100},  # about 5 chunks a micro-batch
+    "chunked_loss_bf16": {"CHUNK_LOGITS": 320 * 100, "precision": "bf16"},
     "merged": {"merge": True},  # one large micro-batch in place of 4
 }
 OWN_MODES = {
@@ -103,6 +109,10 @@ def train(script, flags: dict, device: torch.device, merge: bool = False) -> dic
         if script is ddp_pretrain:
             seen["in_step"] &= all(same_on_all_ranks(p.detach()) for p in parameters)
     seen["micro_batches"] = len(batch.micro_batches)
+    if not config.compile:
+        with FlopCounterMode(display=False) as flops:
+            script.train_step(model, optimizer, batch, config, device, 0.0)
+        seen["flops"] = flops.get_total_flops()
     seen["validation"] = script.evaluate(model, validation, config, device)
     seen["dtypes"] = sorted(
         {str(p.dtype) for p in parameters}
@@ -119,9 +129,11 @@ def main() -> None:
     seen = {}
     for name, script in SCRIPTS.items():
         for mode, flags in (COMMON_MODES | OWN_MODES[name]).items():
-            merge = flags.get("merge", False)
-            flags = {flag: value for flag, value in flags.items() if flag != "merge"}
+            flags = dict(flags)
+            merge, whole_loss = flags.pop("merge", False), script.CHUNK_LOGITS
+            script.CHUNK_LOGITS = flags.pop("CHUNK_LOGITS", whole_loss)
             seen[f"{name} {mode}"] = train(script, base | flags, device, merge)
+            script.CHUNK_LOGITS = whole_loss
             gc.collect()
             torch._dynamo.reset()
         seen[f"{name} init_from"] = train(script, base | json.loads(sys.argv[3]), device)
