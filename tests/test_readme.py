@@ -41,6 +41,10 @@ def test_flags_in_the_readme_are_accepted(command, monkeypatch):
     ranks = math.prod(int(size[1]) for size in sizes if size)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    if ranks > 2:  # meant for machines with GPUs
+        for name in ("cuda.is_available", "cuda.is_bf16_supported", "utils._triton.has_triton"):
+            monkeypatch.setattr(f"torch.{name}", lambda **_: True)
+        monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     monkeypatch.setattr(sys, "argv", words[words.index(script) :])
     config = common.parse_config(importlib.import_module(script[:-3]).Config)
     assert config.steps >= 1
