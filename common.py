@@ -149,8 +149,9 @@ def check_config(config: Any) -> None:
             f"--global_batch_tokens {config.global_batch_tokens} is not a multiple of "
             f"--micro_batch_tokens {micro} x {ranks} ranks; {fitting} would be"
         )
-    if ranks % getattr(config, "dp_replicate", 1):
-        raise InputError(f"--dp_replicate {config.dp_replicate} does not divide {ranks} ranks")
+    replicas = getattr(config, "dp_replicate", 1)
+    if replicas < 1 or ranks % replicas:
+        raise InputError(f"--dp_replicate {replicas} does not divide {ranks} ranks")
     if config.activation_checkpointing not in ("none", "full", "selective"):
         try:
             fraction = float(config.activation_checkpointing)

@@ -4,7 +4,8 @@ What a rank keeps: all parameters, all gradients and both AdamW moments. Ranks d
 micro-batches they see.
 
 What moves in a step, with P the bytes of the model and N ranks: an all-reduce of the gradients,
-2P(N-1)/N, in buckets that start on their way while backward still computes earlier layers.
+2P(N-1)/N, in buckets that start on their way while backward still computes earlier layers. (And
+rank 0's rotary table before a forward, a few hundred bytes: DDP broadcasts buffers by default.)
 
 Choose it when model, gradients and moments fit on one GPU with room to spare: nothing is faster.
 

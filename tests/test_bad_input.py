@@ -40,6 +40,7 @@ CASES = {
     "fraction": ({"activation_checkpointing": 1.5}, "neither none, full"),
     "word": ({"activation_checkpointing": "half"}, "neither none, full"),
     "replicas": ({"dp_replicate": 3}, "--dp_replicate 3 does not divide"),
+    "no replicas": ({"dp_replicate": 0}, "--dp_replicate 0 does not divide"),
     "missing file": ({"dataset": "FOLDER/no.jsonl"}, "no.jsonl: no such file"),
     "missing glob": ({"dataset": "FOLDER/no*.parquet"}, "no such file"),
     "missing hub dataset": ({"dataset": "nobody/nothing"}, "nobody/nothing cannot be read"),
