@@ -2,13 +2,22 @@
 
 Data flows one way: corpus -> tokens (cached on disk) -> batch plan (a pure function of lengths,
 seed and step) -> collate -> micro-batch. Around it stands the plumbing of a run: flags, errors,
-weights in Hugging Face form, metrics. Nothing here knows an optimizer, a loop or a strategy.
+signals, checkpoints as files, weights in Hugging Face form, metrics. Nothing here knows a loop or a
+strategy.
+
+    python common.py show CHECKPOINT          what a checkpoint holds
+    python common.py export CHECKPOINT OUT    its weights and tokenizer in Hugging Face form
+
+A checkpoint's `.metadata` is a pickle: loading one runs whatever code its writer put there. Load
+only those you trust, and share the Hugging Face form (safetensors) instead.
 
 Libraries that only one function needs are imported inside it: imports are most of the start-up.
 """
 
 import dataclasses
 import datetime
+import faulthandler
+import fcntl
 import functools
 import glob
 import hashlib
@@ -17,12 +26,15 @@ import math
 import os
 import queue
 import shutil
+import signal
 import sys
 import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,6 +63,32 @@ class RunError(Exception):
     """The run cannot go on, found alike on all ranks: one line, exit code 1."""
 
 
+class Ended(BaseException):
+    """There is nothing (more) to do, on all ranks: rank 0 prints why, exit code 0."""
+
+
+class StopSignals:
+    """SIGTERM and SIGINT. Before the first step they end the program; later the loop asks."""
+
+    def __init__(self) -> None:
+        self.received, self.at_once, self.process = False, True, os.getpid()
+
+    def install(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.handle)
+
+    def handle(self, number: int, frame: Any) -> None:
+        if os.getpid() != self.process:  # a helper of `datasets`, forked with this handler
+            os._exit(1)
+        self.received = True
+        if self.at_once:
+            self.at_once = False
+            raise Ended("stopped before the first step; the same command starts again")
+
+
+SIGNALS = StopSignals()
+
+
 def launch(main: Callable[[], None]) -> None:
     """Run `main`; end with exit code 0 (done), 2 (bad input) or 1 (failure, with a traceback).
 
@@ -59,22 +97,43 @@ def launch(main: Callable[[], None]) -> None:
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     for name, value in {**alone, "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}.items():
         os.environ.setdefault(name, value)  # without torchrun: one rank
-    rank = int(os.environ["RANK"])
+    SIGNALS.install()
+    try:
+        code = exit_code(main)
+    except Ended as end:
+        if os.environ["RANK"] == "0":
+            print(end)
+        code = 0
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code is not None:
+        os._exit(code)
+
+
+def exit_code(main: Callable[[], None]) -> int | None:
+    """Run `main`, print the error it ends in; None if there is none."""
     try:
         return main()
     except (InputError, RunError) as error:
-        if rank:
-            # torchrun ends all ranks when one exits: rank 0 must print first. Who still lives
-            # after that alone knows of the error.
-            time.sleep(5)
+        # torchrun ends all ranks when one exits: rank 0 must print first. Who still lives after
+        # that alone knows of the error.
+        wait_for_the_end(os.environ["RANK"] != "0")
         print(f"error: {error}", file=sys.stderr)
-        code = 2 if isinstance(error, InputError) else 1
-    except Exception:
-        print(f"rank {rank} failed:\n{traceback.format_exc()}", file=sys.stderr)
-        code = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+        return 2 if isinstance(error, InputError) else 1
+    except Exception as error:
+        # A lost connection is what the others see of a rank that failed: that one speaks first.
+        wait_for_the_end("onnection" in str(error))
+        report = f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}"
+        print(report, file=sys.stderr)
+        return 1
+
+
+def wait_for_the_end(needed: bool) -> None:
+    """Give the rank that knows more five seconds to print and to end the launch."""
+    if needed:
+        SIGNALS.at_once = False
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        time.sleep(5)
 
 
 def flag(default: Any, help: str) -> Any:
@@ -101,17 +160,26 @@ def parse_config(config_class: type[T]) -> T:
     if unknown:
         refuse(f"unknown flag {unknown[0]}; --help lists the flags")
     if config.init_from:  # the weights bring their architecture and vocabulary, unless given
-        if Path(config.init_from).exists():
-            places = [Path(config.init_from), Path(config.init_from, "hf")]
-            found = [
-                p for p in places if (p / "config.json").exists() and [*p.glob("*.safetensors")]
+        start = Path(config.init_from)
+        if start.exists():
+            found = complete_checkpoints(start) or [
+                place
+                for place in (start, start / "hf")
+                if is_checkpoint(place)
+                or (place / "config.json").exists()
+                and [*place.glob("*.safetensors")]
             ]
             if not found:
-                refuse(f"--init_from {config.init_from}: no config.json and *.safetensors in it")
-            config.init_from = str(found[0])
+                refuse(
+                    f"--init_from {start}: neither a checkpoint nor config.json and *.safetensors "
+                    "in it"
+                )
+            start = found[0]
+            config.init_from = str(start)
+        described = str(start / "hf") if is_checkpoint(start) else config.init_from
         given = {word[2:].split("=")[0] for word in sys.argv[1:] if word.startswith("--")}
         for name in {"model", "tokenizer"} - given:
-            setattr(config, name, config.init_from)
+            setattr(config, name, described)
     check_config(config)
     return config
 
@@ -124,12 +192,15 @@ def check_config(config: Any) -> None:
     bf16 = not cuda or torch.cuda.is_bf16_supported(including_emulation=False)
     if config.precision == "auto":
         config.precision = "bf16" if cuda and bf16 else "fp32"
-    for name in ("steps", "eval_every", "eval_batches", "bucket_edges", "micro_batch_tokens"):
+    positive = ["eval_every", "eval_batches", "bucket_edges", "micro_batch_tokens"]
+    for name in [*positive, "checkpoint_every", "keep_checkpoints"]:
         if np.min(getattr(config, name), initial=1) < 1:
             raise InputError(f"--{name} {getattr(config, name)} must be at least 1")
-    for name in ("warmup_steps", "weight_decay", "grad_clip", "seed", "min_learning_rate"):
+    for name in ("steps", "warmup_steps", "weight_decay", "grad_clip", "seed", "min_learning_rate"):
         if getattr(config, name) < 0:
             raise InputError(f"--{name} {getattr(config, name)} must not be negative")
+    if not 0 < config.timeout_minutes < 1e6:
+        raise InputError(f"--timeout_minutes {config.timeout_minutes} must be above 0")
     if config.min_learning_rate > config.learning_rate:
         raise InputError(
             f"--min_learning_rate {config.min_learning_rate} is above --learning_rate "
@@ -188,8 +259,8 @@ def check_config(config: Any) -> None:
 
 
 def rank() -> int:
-    """Number of this process among all; 0 without a process group."""
-    return dist.get_rank() if dist.is_initialized() else 0
+    """Number of this process among all; 0 without torchrun."""
+    return int(os.environ.get("RANK", 0))
 
 
 def world_size() -> int:
@@ -197,32 +268,59 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+# Who waits patiently: data preparation, the trees of a checkpoint as they are written, its end.
+PATIENT = ("preparation", ".", "model", "optimizer", "checkpoint")
+
+
 @functools.cache
-def patient_group() -> dist.ProcessGroup:
-    """A group whose collectives wait a month: preparing data on one rank may take hours."""
+def patient_group(purpose: str = "preparation") -> dist.ProcessGroup:
+    """A gloo group whose collectives wait a month: preparing data on one rank may take hours.
+
+    One for each thread: collectives of two threads in one group would be mixed up. All ranks must
+    ask for a new purpose at the same time.
+    """
     return dist.new_group(backend="gloo", timeout=datetime.timedelta(days=30))
+
+
+def gather(value: T, purpose: str = "preparation") -> list[T]:
+    """The `value` of every rank, on every rank. They are pickled: keep them small."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value, group=patient_group(purpose))
+    return values
 
 
 def first_on_each_node(function: Callable[[], T]) -> T:
     """Run `function` on the first rank of each node; every rank gets its node's result.
 
-    An InputError on any node is raised on all ranks. The result is pickled: keep it small.
+    An InputError on any node is raised on all ranks.
     """
-    if not dist.is_initialized():
-        return function()
-    node, result, error = int(os.environ.get("GROUP_RANK", 0)), None, None
-    leads = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    if leads:
-        try:
-            result = function()
-        except InputError as problem:
-            error = str(problem)
-    outcomes: list[Any] = [None] * world_size()
-    dist.all_gather_object(outcomes, (leads, node, result, error), group=patient_group())
-    for *_, problem in outcomes:
-        if problem is not None:
-            raise InputError(problem)
-    return next(value for led, where, value, _ in outcomes if led and where == node)
+    node, leads = int(os.environ.get("GROUP_RANK", 0)), int(os.environ.get("LOCAL_RANK", 0)) == 0
+    outcomes = gather((node, *attempt(function if leads else None)))
+    raise_first(error for _, _, error in outcomes)
+    return next(result[0] for where, result, _ in outcomes if result and where == node)
+
+
+def on_rank_0(function: Callable[[], T], purpose: str = "preparation") -> T:
+    """Run `function` on rank 0; every rank gets its result, or its InputError or RunError."""
+    outcomes = gather(attempt(None if rank() else function), purpose)
+    raise_first(error for _, error in outcomes)
+    return outcomes[0][0][0]
+
+
+def attempt(function: Callable[[], T] | None) -> tuple[list[T], Exception | None]:
+    """[result] of the function and None, or [] and the error that all ranks are to raise."""
+    try:
+        return ([function()] if function else []), None
+    except (InputError, RunError) as error:
+        return [], error
+
+
+def raise_first(errors: Iterable[Exception | None]) -> None:
+    for error in errors:
+        if error is not None:
+            raise error
 
 
 # --- Tokenizers -----------------------------------------------------------------------------------
@@ -355,7 +453,6 @@ def standard_library_files() -> list[str]:
 def standard_library_documents(files: list[str], version: str) -> Iterator[dict[str, str]]:
     """One document a top-level function or class; `version` is there for the cache's key."""
     import ast
-    import warnings
 
     for file in files:
         source = Path(file).read_text(encoding="utf-8", errors="replace")
@@ -470,6 +567,10 @@ class Documents:
         self._flat = [chunk.values.to_numpy() for chunk in lists]
         self._chunk = np.repeat(np.arange(len(lists)), [len(o) - 1 for o in offsets])
         self._begin = np.concatenate([o[:-1] for o in offsets])
+
+    def fingerprint(self) -> str:
+        """Of the texts and their order."""
+        return hashlib.blake2b(self.digest.tobytes(), digest_size=8).hexdigest()
 
     def tokens(self, document: int, start: int, stop: int) -> np.ndarray:
         """The ids `start` to `stop` of a document: a view of the mapped file."""
@@ -882,13 +983,25 @@ def read_architecture(config: Any, vocabulary: int) -> Any:
     return shape
 
 
-def tied_names(model: Any) -> set[str]:
-    """Names under which a state dict repeats another tensor: the head tied to the embedding."""
-    return set(model._tied_weights_keys or ()) if model.config.tie_word_embeddings else set()
+def tied_names(model: Any) -> dict[str, str]:
+    """Names under which a state dict repeats a tensor, and its own: head -> embedding."""
+    model = getattr(model, "module", model)
+    return dict(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
+
+
+def without_tied(model: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """A model's state without those repetitions: in FSDP1's the head is a stale copy of its own."""
+    tied = tied_names(model)
+    return {name: tensor for name, tensor in state.items() if name not in tied}
+
+
+def with_tied(model: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """The inverse, for `set_model_state_dict`."""
+    return state | {name: state[own] for name, own in tied_names(model).items()}
 
 
 def load_weights(model: torch.nn.Module, name: str) -> None:
-    """Fill whole or sharded parameters in place from a Hugging Face directory or hub id.
+    """Fill whole or sharded parameters from a checkpoint, a Hugging Face directory or a hub id.
 
     Every rank reads just the slices that it keeps, cast on the way: none holds a second copy.
 
@@ -898,11 +1011,7 @@ def load_weights(model: torch.nn.Module, name: str) -> None:
     import torch.distributed.checkpoint as dcp
     from safetensors import safe_open
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_model_state_dict,
-        set_model_state_dict,
-    )
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     def fetch() -> str:
         from huggingface_hub import snapshot_download
@@ -912,14 +1021,18 @@ def load_weights(model: torch.nn.Module, name: str) -> None:
         except Exception as error:  # of the hub client and its HTTP library
             raise InputError(f"--init_from {name}: {' '.join(str(error).split())}") from error
 
+    if is_checkpoint(Path(name)):
+        state = without_tied(model, get_model_state_dict(model))
+        read_weights(find_checkpoint(name), state)
+        set_model_state_dict(model, with_tied(model, state))
+        return
     directory = name if Path(name).is_dir() else first_on_each_node(fetch)
     stored = {}
     for path in Path(directory).glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             stored |= {key: file.get_slice(key).get_shape() for key in file.keys()}
     state = get_model_state_dict(model)
-    tied = tied_names(getattr(model, "module", model))
-    wanted = {key: tensor for key, tensor in state.items() if key not in tied}
+    wanted = without_tied(model, state)
     problems = {
         "lack": sorted(wanted.keys() - stored.keys()),
         "also hold": sorted(stored.keys() - state.keys()),
@@ -934,8 +1047,7 @@ def load_weights(model: torch.nn.Module, name: str) -> None:
             more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
             raise InputError(f"--init_from {name}: its files {problem} {', '.join(keys[:5])}{more}")
     dcp.load(wanted, storage_reader=HuggingFaceStorageReader(directory))
-    # Not strict: without the tied head, which in FSDP1's state is a stale copy of its own.
-    set_model_state_dict(model, wanted, options=StateDictOptions(strict=False))
+    set_model_state_dict(model, with_tied(model, wanted))
 
 
 def export(directory: Path, shape: Any, state: dict[str, torch.Tensor], tokenizer: Any) -> None:
@@ -947,7 +1059,6 @@ def export(directory: Path, shape: Any, state: dict[str, torch.Tensor], tokenize
     from torch.distributed.tensor import DTensor
     from transformers import AutoModelForCausalLM, logging
 
-    shape.bos_token_id, shape.eos_token_id = None, tokenizer.end_of_text  # where to stop writing
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape)
     weights = {}
@@ -984,6 +1095,429 @@ def write_sample(directory: Path, prompt: np.ndarray, device: torch.device) -> s
     return tokenizer.decode(model.generate(ids, **options)[0])
 
 
+# --- Checkpoints: directories that are complete or absent -----------------------------------------
+
+SUMS = "SHA256SUMS"  # of every file of a checkpoint, as `sha256sum --check` reads them
+# Flags that a resumed run must share with the checkpoint, and what they stand for.
+FIXED_FLAGS = {
+    "model": ["model"],
+    "tokenizer": ["tokenizer"],
+    "data": ["dataset", "dataset_config", "dataset_split", "text_column"],
+    "batch plan": [
+        "bucket_edges", "batching", "micro_batch_tokens", "global_batch_tokens", "seed",
+    ],
+}  # fmt: skip
+
+
+@dataclasses.dataclass
+class Progress:
+    """Where a run stands: what a checkpoint holds beside model and optimizer."""
+
+    step: int = 0
+    tokens: int = 0  # labels that were trained on
+    skipped_steps: int = 0
+    skipped_in_a_row: int = 0
+    loss: float | None = None
+    validation_loss: float | None = None  # None unless measured after this very step
+    best_validation_loss: float | None = None
+    wandb_run: str | None = None
+
+    @property
+    def updates(self) -> int:
+        """Steps that the optimizer took; before the first one it has no moments."""
+        return self.step - self.skipped_steps
+
+
+def is_checkpoint(path: Path) -> bool:
+    return (path / SUMS).exists() or (path / "checkpoint.json").exists()
+
+
+def complete_checkpoints(run_dir: Path) -> list[Path]:
+    """The complete checkpoints of a run, newest first. Steps are compared as numbers."""
+    found = Path(run_dir, "checkpoints").glob("step_*")
+    return sorted((p for p in found if not p.suffix), key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    return int(path.stem.removeprefix("step_"))
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    return json.loads((path / "checkpoint.json").read_text())
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with the files of a checkpoint, or None; the ranks share the reading."""
+
+    def check(line: str) -> str | None:
+        expected, _, name = line.partition("  ")
+        if not name or not (path / name).is_file():
+            return f"{name or SUMS} is missing"
+        return None if sha256(path / name) == expected else f"{name} is damaged"
+
+    problems: list[str | None] = []
+    try:
+        lines = (path / SUMS).read_text().splitlines()
+        problems = [check(line) for line in lines[rank() :: world_size()]]
+        if not any(line.endswith("  checkpoint.json") for line in lines):
+            problems.append(f"{SUMS} is cut off")
+    except (OSError, ValueError) as error:
+        problems = [f"{SUMS} cannot be read ({error})"]
+    return next((p for found in gather(problems) for p in found if p), None)
+
+
+def sync(path: Path) -> None:
+    """Have a file or a directory survive the loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class Checkpoints:
+    """The checkpoints of a run: where it goes on from, writing new ones, removing old ones.
+
+    A checkpoint is written under a temporary name, every file and directory is synced, then it is
+    renamed. RUN_DIR must be on a disk that all nodes share. `shape` is the model's `transformers`
+    config. `resumed` is the checkpoint to go on from, or None; `stager` copies a state to CPU
+    memory for `dcp.async_save`.
+
+    Raises:
+        InputError: no such checkpoint, a damaged one, or one of another model, data or batch plan.
+        Ended: the run is finished.
+    """
+
+    def __init__(self, run: "Run", shape: Any, tokenizer: Any, training: Batches):
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+        self.run, self.config, self.directory = run, run.config, run.directory / "checkpoints"
+        shape.bos_token_id, shape.eos_token_id = None, tokenizer.end_of_text  # where to stop
+        self.shape, self.tokenizer = shape, tokenizer
+        self.contents = {
+            "model": json.loads(shape.to_json_string(use_diff=False)),
+            "tokenizer": tokenizer.fingerprint,
+            "data": training.documents.fingerprint(),
+            "batch plan": [getattr(self.config, name) for name in FIXED_FLAGS["batch plan"]],
+        }
+        self.thread: threading.Thread | None = None
+        self.failure: Exception | None = None
+        for purpose in PATIENT:
+            patient_group(purpose)
+        pinned = run.device.type == "cuda"
+        self.stager = DefaultStager(StagingOptions(pinned, False, False, pinned))
+        self.resumed = self.find()
+        self.written = run.progress.step if self.resumed else None
+
+    def find(self) -> Path | None:
+        """Decide where the run goes on from, as --resume says; sets the run's progress."""
+        wanted, steps = self.config.resume, self.config.steps
+        candidates = on_rank_0(self.clear_leftovers)
+        if candidates and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
+            wanted = "auto"  # a restart by torchrun goes on, whatever it began from
+        chosen = None
+        if wanted == "auto":
+            for path in candidates:
+                problem = damage(path)
+                if problem is None:
+                    chosen = path
+                    break
+                self.run.say(f"{path} is damaged ({problem}): trying the one before")
+            if candidates and chosen is None:
+                raise InputError(
+                    f"--run_dir {self.run.directory}: all its checkpoints are damaged; "
+                    "--resume never starts again"
+                )
+        elif wanted != "never":
+            chosen = Path(wanted)
+            if not is_checkpoint(chosen):
+                raise InputError(f"--resume {wanted}: neither auto, never nor a checkpoint")
+            if problem := damage(chosen):
+                raise InputError(f"--resume {wanted}: the checkpoint is damaged, {problem}")
+        mine = chosen is not None and chosen.resolve().parent == self.directory.resolve()
+        if chosen is not None:
+            description = read_description(chosen)
+            self.refuse_difference(chosen, description)
+            self.run.progress = Progress(**description["progress"])
+            done = self.run.progress.step
+            if done > steps or (done == steps and mine and self.run.finished == steps):
+                raise Ended(
+                    f"nothing to do: {chosen} has done {done} of {steps} steps; raise --steps to "
+                    "train on, or --resume never to start again"
+                )
+        self.run.continues = mine
+        on_rank_0(lambda: self.set_aside(self.run.progress.step if mine else -1))
+        self.run.keep_metrics(self.run.progress.step if mine else 0)
+        return chosen
+
+    def clear_leftovers(self) -> list[Path]:
+        """Remove what a run that died while writing left behind; returns the complete ones."""
+        self.directory.mkdir(exist_ok=True)
+        for path in [*self.directory.glob("*.tmp"), self.run.directory / "hf.tmp"]:
+            shutil.rmtree(path, ignore_errors=True)
+        return complete_checkpoints(self.run.directory)
+
+    def set_aside(self, step: int) -> None:
+        """Rename checkpoints past `step`: this run replaces them once it has one of its own."""
+        for path in complete_checkpoints(self.run.directory):
+            if step_of(path) > step:
+                replaced = path.with_suffix(".replaced")
+                shutil.rmtree(replaced, ignore_errors=True)
+                path.rename(replaced)
+
+    def refuse_difference(self, path: Path, description: dict[str, Any]) -> None:
+        """Raise InputError, naming flags and values, if the checkpoint is of something else."""
+        ignored = {"transformers_version", "dtype", "architectures", "_name_or_path"}
+        flags, changed, named = description["flags"], [], []
+        for kind, now in self.contents.items():
+            before = description["contents"][kind]
+            if kind == "model":
+                shared = now.keys() & before.keys() - ignored
+                now, before = ({key: x[key] for key in shared} for x in (now, before))
+            if now != before:
+                changed.append(kind)
+                named += [
+                    f"--{name} {flags[name]} (now {getattr(self.config, name)})"
+                    for name in FIXED_FLAGS[kind]
+                    if flags[name] != getattr(self.config, name)
+                ]
+        if changed:
+            difference = ", ".join(named) or f"another {' and '.join(changed)} under the same flags"
+            raise InputError(
+                f"checkpoint {path} was written with {difference}; resume with what it was written "
+                "with, or take its weights alone with --init_from"
+            )
+
+    def write(self, save: Callable[[Path], list[Future]]) -> None:
+        """Write a checkpoint of this moment, `save(directory)` doing so for model and optimizer.
+
+        `save` returns futures of what is still being written; then the rest happens in a thread.
+
+        Raises:
+            RunError: it failed, or the one that was still being written; older ones are intact.
+        """
+        self.wait()
+        progress = dataclasses.replace(self.run.progress)
+        if progress.step == self.written:
+            return
+        temporary = self.directory / f"step_{progress.step:08d}.tmp"
+        on_rank_0(lambda: self.begin(temporary))
+        futures, error = [], None
+        try:
+            futures = save(temporary)
+        except failures() as problem:
+            error = problem
+        self.written = progress.step
+        if self.config.async_checkpoint and error is None:
+            self.thread = threading.Thread(
+                target=self.complete_later, args=(temporary, progress, futures), daemon=True
+            )
+            self.thread.start()
+        else:
+            self.complete(temporary, progress, futures, error)
+
+    def begin(self, temporary: Path) -> None:
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            self.shape.save_pretrained(temporary / "hf")
+            self.tokenizer.to_transformers().save_pretrained(temporary / "hf")
+        except OSError as error:
+            raise self.cannot_write(temporary, error) from error
+
+    def complete_later(self, *arguments: Any) -> None:
+        try:
+            self.complete(*arguments, None)
+        except Exception as error:  # raised by `wait`, in the thread that trains
+            self.failure = error
+
+    def complete(
+        self, temporary: Path, progress: Progress, futures: list[Future], error: Any
+    ) -> None:
+        """Once all ranks have written: sync, describe, rename, remove old ones."""
+        sums: dict[str, str] = {}
+        try:
+            for future in futures:
+                future.result()
+            if error is None:
+                sums = {
+                    str(path.relative_to(temporary)): self.synced_sum(path)
+                    for path in temporary.rglob(f"__{rank()}_*")
+                }
+        except failures() as problem:
+            error = problem
+        problem = self.cannot_write(temporary, error) if error else None
+        outcomes = gather((sums, problem), "checkpoint")
+        if any(problem for _, problem in outcomes):
+            if rank() == 0:
+                shutil.rmtree(temporary, ignore_errors=True)
+            raise_first(problem for _, problem in outcomes)
+        sums = {name: value for part, _ in outcomes for name, value in part.items()}
+        on_rank_0(lambda: self.publish(temporary, progress, sums), "checkpoint")
+
+    def synced_sum(self, path: Path) -> str:
+        sync(path)
+        return sha256(path)
+
+    def publish(self, temporary: Path, progress: Progress, sums: dict[str, str]) -> None:
+        try:
+            description = self.run.description() | {
+                "progress": dataclasses.asdict(progress),
+                "style": self.config.checkpoint_style,
+                "contents": self.contents,
+            }
+            (temporary / "checkpoint.json").write_text(json.dumps(description, indent=2) + "\n")
+            for path in sorted(temporary.rglob("*")):
+                name = str(path.relative_to(temporary))
+                if path.is_file() and name not in sums:
+                    sums[name] = self.synced_sum(path)
+            lines = [f"{value}  {name}\n" for name, value in sorted(sums.items())]
+            (temporary / SUMS).write_text("".join(lines))
+            sync(temporary / SUMS)
+            for path in [*temporary.rglob("*"), temporary]:
+                if path.is_dir():
+                    sync(path)
+            temporary.rename(temporary.with_suffix(""))
+            sync(self.directory)
+            self.remove_old()
+        except OSError as error:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise self.cannot_write(temporary, error) from error
+
+    def remove_old(self) -> None:
+        """All but the newest --keep_checkpoints and the best by validation loss."""
+        complete = complete_checkpoints(self.run.directory)
+        losses = {}
+        for path in complete:
+            loss = read_description(path)["progress"]["validation_loss"]
+            if loss is not None:
+                losses[path] = loss
+        kept = {
+            *complete[: self.config.keep_checkpoints],
+            min(losses, key=losses.get, default=None),
+        }
+        for path in complete:
+            if path not in kept:
+                path.rename(path.with_suffix(".tmp"))  # gone at once, whatever happens now
+                shutil.rmtree(path.with_suffix(".tmp"))
+        for path in self.directory.glob("*.replaced"):
+            shutil.rmtree(path)
+
+    def cannot_write(self, temporary: Path, error: BaseException) -> RunError:
+        causes = [cause for cause, _ in getattr(error, "failures", {}).values()] or [error]
+        free = shutil.disk_usage(self.directory).free / 2**20
+        intact = complete_checkpoints(self.run.directory)
+        return RunError(
+            f"cannot write {temporary.with_suffix('')}: {' '.join(str(causes[0]).split())[:300]} "
+            f"({free:,.0f} MiB free); "
+            + (f"{intact[0]} is intact" if intact else "there is no earlier checkpoint")
+        )
+
+    def failed(self) -> bool:
+        """Whether writing in the background has failed on this rank."""
+        return self.failure is not None
+
+    def wait(self) -> None:
+        """Wait for what is written in the background; raises its RunError."""
+        if self.thread is not None:
+            self.thread.join()
+            self.thread = None
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+
+
+def failures() -> tuple[type[BaseException], ...]:
+    """What saving with DCP raises when a file cannot be written."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    return CheckpointException, OSError, RuntimeError
+
+
+def read_weights(path: Path, state: dict[str, torch.Tensor], **options: Any) -> None:
+    """Fill `state` from the model in a checkpoint of either style."""
+    import torch.distributed.checkpoint as dcp
+
+    if (path / "model").is_dir():
+        dcp.load(state, checkpoint_id=path / "model", **options)
+    else:
+        dcp.load({"app": {"model": state}}, checkpoint_id=path, **options)
+
+
+def find_checkpoint(name: str) -> Path:
+    """A checkpoint, or the newest one of a run directory, undamaged; else InputError."""
+    path = next(iter(complete_checkpoints(Path(name))), Path(name))
+    if not is_checkpoint(path):
+        raise InputError(f"{name} is neither a checkpoint nor a run directory that holds one")
+    if problem := damage(path):
+        raise InputError(f"checkpoint {path} is damaged: {problem}")
+    return path
+
+
+def show_checkpoint(name: str) -> None:
+    """Print what a checkpoint holds; nothing is unpickled."""
+    path = find_checkpoint(name)
+    description = read_description(path)
+    flags = " ".join(f"--{flag} {value}" for flag, value in description["flags"].items())
+    described = {"checkpoint": path, **description["progress"]}
+    for key in ("parameters", "script", "world_size", "style", "torch"):
+        described[key] = description[key]
+    for key, value in {**described, "flags": flags}.items():
+        print(f"{key:21} {value}")
+
+
+def export_checkpoint(name: str, out: str) -> None:
+    """Any checkpoint -> what transformers loads, in one process on the CPU."""
+    from transformers import AutoConfig, AutoModelForCausalLM, logging
+
+    logging.disable_progress_bar()
+    path, directory = find_checkpoint(name), Path(out)
+    if directory.exists():
+        raise InputError(f"{directory} exists already")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(path / "hf"), dtype=torch.float32
+        )
+    tied = tied_names(model)
+    state = {
+        key: torch.empty_like(tensor, device="cpu")
+        for key, tensor in model.state_dict().items()
+        if key not in tied
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is meant to be
+        read_weights(path, state, no_dist=True)
+    temporary = directory.with_name(directory.name + ".tmp")
+    shutil.copytree(path / "hf", temporary, dirs_exist_ok=True)
+    model.save_pretrained(temporary, state_dict=state)
+    temporary.rename(directory)
+
+
+def command_line() -> None:
+    """`python common.py show CHECKPOINT` and `python common.py export CHECKPOINT OUT`."""
+    import argparse
+
+    trust = "Load only checkpoints you trust: they hold a pickle, which can run code."
+    parser = argparse.ArgumentParser(description=f"Look into a checkpoint. {trust}")
+    commands = parser.add_subparsers(required=True)
+    show = commands.add_parser("show", help="print what a checkpoint holds")
+    export = commands.add_parser("export", help="write it in Hugging Face form", description=trust)
+    for command in (show, export):
+        command.add_argument("checkpoint", help="a checkpoint, or a run directory: its newest one")
+    export.add_argument("out", help="directory to write")
+    show.set_defaults(call=lambda given: show_checkpoint(given.checkpoint))
+    export.set_defaults(call=lambda given: export_checkpoint(given.checkpoint, given.out))
+    given = parser.parse_args()
+    given.call(given)
+
+
 # --- A run: its directory, metrics and progress ---------------------------------------------------
 
 # Dense bf16 FLOP/s from the makers' data sheets (where "with sparsity" stands for twice as much).
@@ -993,22 +1527,6 @@ PEAK_FLOPS = {
     "L4": 121e12, "A10G": 70e12, "A10": 125e12, "RTX 4090": 165e12, "RTX A6000": 155e12,
     "RTX 3090": 71e12,
 }  # fmt: skip
-
-
-def open_run_directory(config: Any) -> Path:
-    """Make --run_dir on every node and see that it can be written."""
-
-    def make() -> Path:
-        directory = Path(config.run_dir)
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=directory) as file:
-                file.write(b"written")
-        except OSError as error:
-            raise InputError(f"--run_dir {directory} cannot be written: {error}") from error
-        return directory
-
-    return first_on_each_node(make)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -1022,17 +1540,63 @@ def peak_memory(device: torch.device) -> int:
 
 
 class Run:
-    """Metrics, progress and Weights & Biases. Every rank calls it, rank 0 alone writes.
+    """A run's directory, metrics, progress and Weights & Biases; watches that it does not stall.
 
-    `optimizer` tells what a rank keeps of the model of this `shape` (its `transformers` config).
+    Every rank calls it, rank 0 alone writes.
+
+    Raises:
+        InputError: --run_dir cannot be written, or another run is using it.
     """
 
-    def __init__(
-        self, directory: Path, config: Any, device: torch.device, shape: Any, optimizer: Any
-    ):
+    def __init__(self, config: Any, device: torch.device):
+        self.config, self.device, self.directory = config, device, Path(config.run_dir)
+        self.progress, self.stopping, self.first_step = Progress(), False, 0
+        self.continues = False  # the run that this directory holds
+        self.bar = self.metrics = self.wandb = None
+        first_on_each_node(self.make_directory)
+        self.finished = on_rank_0(self.open)
+
+    def make_directory(self) -> None:
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=self.directory) as file:
+                file.write(b"written")
+        except OSError as error:
+            raise InputError(f"--run_dir {self.directory} cannot be written: {error}") from error
+
+    def open(self) -> int | None:
+        """Lock the directory for this run; returns the step at which it was finished before."""
+        self.metrics = open(self.directory / "metrics.jsonl", "a+", buffering=1)  # line by line
+        try:  # this lock ends with the process, however it dies, and is not inherited by forks
+            fcntl.lockf(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise InputError(
+                f"--run_dir {self.directory} is in use by another run; choose another directory"
+            ) from error
+        try:
+            return json.loads((self.directory / "config.json").read_text()).get("finished")
+        except (OSError, ValueError):  # a new directory, or a run that died at its start
+            return None
+
+    def keep_metrics(self, step: int) -> None:
+        """Cut metrics.jsonl to the lines up to `step`; the last one may be half written."""
+        if self.metrics is None:
+            return
+        self.metrics.seek(0)
+        kept = 0
+        for line in self.metrics.read().splitlines(keepends=True):
+            try:
+                if not line.endswith("\n") or json.loads(line)["step"] > step:
+                    break
+            except ValueError:
+                break
+            kept += len(line)
+        self.metrics.truncate(kept)
+
+    def start(self, shape: Any, optimizer: Any) -> None:
+        """Training begins: print what the run will do. `shape` is the `transformers` config."""
         from transformers import AutoModelForCausalLM
 
-        self.directory, self.config, self.device = directory, config, device
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(shape)
         self.parameters = model.num_parameters()
@@ -1041,29 +1605,63 @@ class Run:
         self.matmul_parameters = self.parameters - look_up
         head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
         self.attention_width = shape.num_hidden_layers * shape.num_attention_heads * head
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-        self.peak_flops = next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
-        self.tokens = self.skipped = self.skipped_in_a_row = 0
-        self.bar = self.metrics = self.wandb = None
+        self.device_name = (
+            torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        )
+        self.peak_flops = next(
+            (peak for key, peak in PEAK_FLOPS.items() if key in self.device_name), None
+        )
         self.started = self.spoken = time.perf_counter()
+        self.first_step = self.progress.step
         first_on_each_node(self.check_space)
+        SIGNALS.at_once = False
+        self.watchdog = Watchdog(self.config.timeout_minutes)
+        self.watchdog.expect(self.first_step + 1, patience=10 if self.config.compile else 1)
         if rank():
             return
-        described = {"flags": dataclasses.asdict(config), "parameters": self.parameters}
-        described |= {"world_size": world_size(), "device": name or "cpu"}
-        described |= {"python": sys.version.split()[0], "torch": torch.__version__}
-        (directory / "config.json").write_text(json.dumps(described, indent=2) + "\n")
-        self.metrics = open(directory / "metrics.jsonl", "w", buffering=1)  # flushed at each line
+        self.write_config()
         self.summarize(optimizer)
         if sys.stderr.isatty():
             from tqdm import tqdm
 
-            self.bar = tqdm(total=config.steps, unit="step", dynamic_ncols=True)
-        if config.wandb_project:
+            self.bar = tqdm(
+                initial=self.first_step, total=self.config.steps, unit="step", dynamic_ncols=True
+            )
+        if self.config.wandb_project:
             import wandb
 
-            options = {"project": config.wandb_project, "name": directory.name, "dir": directory}
-            self.wandb = wandb.init(config=described, **options)
+            options = {"project": self.config.wandb_project, "name": self.directory.name}
+            if self.continues and self.progress.wandb_run:
+                options |= {"id": self.progress.wandb_run, "resume": "allow"}
+            self.wandb = wandb.init(config=self.description(), dir=self.directory, **options)
+            self.progress.wandb_run = self.wandb.id
+            # Not wandb's own step, which must grow: a resumed run repeats some.
+            self.wandb.define_metric("*", step_metric="step")
+
+    def description(self) -> dict[str, Any]:
+        """What is written about a run beside its numbers."""
+        return {
+            "flags": dataclasses.asdict(self.config),
+            "parameters": self.parameters,
+            "script": Path(sys.argv[0]).name,
+            "world_size": world_size(),
+            "device": self.device_name,
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+        }
+
+    def write_config(self, **more: Any) -> None:
+        text = json.dumps(self.description() | more, indent=2) + "\n"
+        (self.directory / "config.json").write_text(text)
+
+    def should_stop(self, checkpoints: Checkpoints) -> bool:
+        """Whether any rank was told to stop; raises on all if a checkpoint could not be written."""
+        flags = torch.tensor([SIGNALS.received, checkpoints.failed()], dtype=torch.int32)
+        dist.all_reduce(flags, dist.ReduceOp.MAX)
+        self.stopping, failed = flags.bool().tolist()
+        if failed:
+            checkpoints.wait()
+        return self.stopping
 
     def check_space(self) -> None:
         """The weights that the run ends with must fit on the disk."""
@@ -1099,11 +1697,16 @@ class Run:
 
     def log(self, step: int, line: dict[str, Any]) -> None:
         """One line of metrics.jsonl, and the same for Weights & Biases; NaN becomes null."""
+        line = {"step": step} | {
+            k: v if v is None or math.isfinite(v) else None for k, v in line.items()
+        }
         if self.metrics is not None:
-            line = {k: v if v is None or math.isfinite(v) else None for k, v in line.items()}
-            self.metrics.write(json.dumps({"step": step, **line}) + "\n")
+            try:
+                self.metrics.write(json.dumps(line) + "\n")
+            except OSError as error:
+                raise RunError(f"cannot write {self.metrics.name}: {error}") from error
         if self.wandb is not None:
-            self.wandb.log(line, step=step)
+            self.wandb.log(line)
 
     def log_step(
         self, step: int, batch: GlobalBatch, loss: float, grad_norm: float, learning_rate: float,
@@ -1117,13 +1720,17 @@ class Run:
         Raises:
             RunError: five steps in a row were skipped.
         """
-        self.skipped_in_a_row += 1
+        progress = self.progress
+        progress.step, progress.loss, progress.validation_loss = step, None, None
+        progress.skipped_in_a_row += 1
         if math.isfinite(loss) and math.isfinite(grad_norm):
-            self.skipped_in_a_row = 0
+            progress.loss, progress.skipped_in_a_row = loss, 0
         else:
-            self.skipped += 1
+            progress.skipped_steps += 1
             self.say(f"step {step} skipped: loss {loss}, gradient norm {grad_norm}")
-        self.tokens += batch.labels
+        progress.tokens += batch.labels
+        compiles = self.config.compile and step < self.first_step + self.config.eval_every
+        self.watchdog.expect(step + 1, patience=10 if compiles else 1)
         flops = (
             6 * self.matmul_parameters * batch.labels + 12 * self.attention_width * batch.attended
         )
@@ -1132,17 +1739,17 @@ class Run:
             "loss": loss,
             "learning_rate": learning_rate,
             "grad_norm": grad_norm,
-            "tokens": self.tokens,
+            "tokens": progress.tokens,
             "padding_fraction": 1 - batch.labels / batch.positions,
             "tokens_per_second": batch.labels / step_seconds,
             "step_seconds": step_seconds,
             "data_seconds": data_seconds,
             "mfu": peak and flops / step_seconds / peak,
             "peak_memory_gib": peak_memory(self.device) / 2**30,
-            "skipped_steps": self.skipped,
+            "skipped_steps": progress.skipped_steps,
         }
         self.log(step, line)
-        if self.skipped_in_a_row == 5:
+        if progress.skipped_in_a_row == 5:
             raise RunError(
                 f"loss or gradient norm was not finite in five steps in a row, up to step {step}; "
                 "likely causes: --learning_rate too high, no --grad_clip, damaged --init_from"
@@ -1154,8 +1761,9 @@ class Run:
         if self.bar is not None:
             self.bar.update()
             self.bar.set_postfix_str(state)
-        elif step in (1, self.config.steps) or now - self.spoken > 10:
-            left = (now - self.started) / step * (self.config.steps - step)
+        elif step in (self.first_step + 1, self.config.steps) or now - self.spoken > 10:
+            pace = (now - self.started) / (step - self.first_step)
+            left = pace * (self.config.steps - step)
             self.say(f"step {step}/{self.config.steps}  {state}  {left:,.0f} s left")
             self.spoken = now
 
@@ -1165,21 +1773,113 @@ class Run:
             batches.bits_per_byte(loss, self.config.eval_batches),
             math.exp(min(loss, 700)),
         )
+        progress = self.progress
+        if math.isfinite(loss):
+            progress.validation_loss = loss
+            progress.best_validation_loss = min(loss, progress.best_validation_loss or loss)
+        self.watchdog.expect(step + 1)
         line = {"validation_loss": loss, "validation_perplexity": perplexity}
         self.log(step, line | {"validation_bits_per_byte": bits})
         self.say(f"step {step}: validation loss {loss:.4f}, {bits:.4f} bits per byte")
 
-    def finish(self, prompt: np.ndarray, next_command: str) -> None:
-        """Close the files, show what the model writes by now, and where to go on."""
-        if self.metrics is None:
-            return
+    def close(self) -> None:
+        """Training is over: what follows may take its time."""
+        self.watchdog.stop()
         if self.bar is not None:
             self.bar.close()
-        self.metrics.close()
+            self.bar = None
+
+    def finish(self, prompt: np.ndarray, next_command: str) -> None:
+        """Show what the model writes by now, or how to go on with a run that was stopped."""
+        if rank():
+            return
         if self.wandb is not None:
             self.wandb.finish()
+        step, steps = self.progress.step, self.config.steps
+        if self.stopping:
+            again = "" if self.config.resume == "auto" else " with --resume auto"
+            print(
+                f"stopped after step {step} of {steps}, saved in {self.directory}/checkpoints/"
+                f"step_{step:08d}; the same command{again} goes on from there"
+            )
+            return
+        self.write_config(finished=step)
         if self.parameters < 2e9:
             sample = write_sample(self.directory / "hf", prompt, self.device)
             print(f"--- the model continues the first tokens of a held-out text:\n{sample}\n---")
         print(f"files: {self.directory}/metrics.jsonl, and {self.directory}/hf for transformers")
         print(f"next:  {next_command}", flush=True)
+
+
+class Watchdog:
+    """Ends a run that stands still, and says at which step and because of which ranks.
+
+    A rank moves as long as steps end or collectives begin. If it did not for `minutes`, all ranks
+    leave their position in the store; those that others wait for have begun fewer collectives, or
+    do not answer. (A collective's own timeout names no rank, and on GPUs just aborts.)
+    """
+
+    def __init__(self, minutes: float):
+        from torch.distributed.distributed_c10d import _get_default_store, _world
+
+        self.minutes, self.step, self.patience, self.marks = minutes, 0, 1, 0
+        self.tick = min(1.0, minutes * 6)
+        self.store = _get_default_store().clone()  # a connection of its own: the other may block
+        patient = {patient_group(purpose) for purpose in PATIENT}
+        self.groups = [group for group in _world.pg_map if group not in patient]
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.watch, daemon=True)
+        self.thread.start()
+
+    def expect(self, step: int, patience: float = 1) -> None:
+        """This rank is on its way to the end of `step`; `patience` times longer than usual."""
+        self.step, self.patience, self.marks = step, patience, self.marks + 1
+
+    def position(self) -> list[int]:
+        collectives = sum(group._get_sequence_number_for_group() for group in self.groups)
+        return [self.marks, collectives]
+
+    def watch(self) -> None:
+        last, idle = None, 0.0
+        while not self.ended.wait(self.tick):
+            position = self.position()
+            # Counting ticks, not the clock: a suspended laptop is not a stall.
+            idle = idle + self.tick if position == last else 0.0
+            last = position
+            if idle >= 60 * self.minutes * self.patience:
+                self.report(position)
+
+    def report(self, position: list[int]) -> None:
+        self.store.set(f"stalled at step {self.step} {rank()}", json.dumps(position))
+        time.sleep(max(2.0, 3 * self.tick))
+        seen = {}
+        for other in range(world_size()):
+            key = f"stalled at step {self.step} {other}"
+            if self.store.check([key]):
+                seen[other] = json.loads(self.store.get(key))
+        late = [r for r in range(world_size()) if r not in seen]
+        late = late or [r for r in seen if seen[r] < max(seen.values())]
+        if rank() in late:
+            print(f"rank {rank()} is late; it stands here:", file=sys.stderr, flush=True)
+            faulthandler.dump_traceback(all_threads=True)
+        if rank() == min(set(seen) - set(late), default=min(seen)):
+            who = f"rank {', '.join(map(str, late))} did not arrive" if late else (
+                "all ranks began the same collectives, so a link or a GPU hangs"
+            )  # fmt: skip
+            print(
+                f"error: step {self.step} stalled for {self.minutes * self.patience:g} minutes: "
+                f"{who}; if steps are this slow, raise --timeout_minutes",
+                file=sys.stderr,
+                flush=True,
+            )
+        else:
+            time.sleep(5)
+        os._exit(1)
+
+    def stop(self) -> None:
+        self.ended.set()
+        self.thread.join()
+
+
+if __name__ == "__main__":
+    launch(command_line)

@@ -22,15 +22,25 @@ import time
 import types
 import zlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -45,7 +55,7 @@ from common import flag
 @dataclass
 class Config:
     model: str = flag("tiny", "tiny, qwen2-0.5b, or a directory or hub id with a config.json")
-    init_from: str | None = flag(None, "start from weights: run or Hugging Face directory, hub id")
+    init_from: str | None = flag(None, "weights: checkpoint, run, Hugging Face directory or hub id")
     tokenizer: str = flag("bytes", "bytes, a tiktoken encoding (gpt2), or a directory or hub id")
     dataset: str = flag("stdlib", "stdlib, a hub id, or .parquet .jsonl .json .txt file, glob, URL")
     dataset_config: str | None = flag(None, "configuration name of a hub dataset")
@@ -70,21 +80,31 @@ class Config:
     compile: bool = flag(False, "compile each transformer block on its own")
     eval_every: int = flag(50, "steps between validations")
     eval_batches: int = flag(16, "micro-batches of one validation, over all ranks")
+    checkpoint_every: int = flag(50, "steps between checkpoints; the last step writes one too")
+    keep_checkpoints: int = flag(2, "newest checkpoints that stay; the best one stays as well")
+    checkpoint_style: Literal["stateful", "separate"] = flag(
+        "stateful", "one state of everything, or model and optimizer apart; any loads"
+    )
+    async_checkpoint: bool = flag(False, "train on while a checkpoint is written")
+    resume: str = flag("auto", "auto, never or a checkpoint; load only those you trust (pickle)")
+    timeout_minutes: float = flag(10.0, "minutes without progress that end a stalled run")
     run_dir: str = flag("runs/ddp_pretrain", "directory of everything the run writes")
     wandb_project: str | None = flag(None, "Weights & Biases project to log to as well")
     seed: int = flag(0, "seed of the initial weights and of the data order")
 
 
 # --- Process group and device ---------------------------------------------------------------------
-def init_process_group() -> torch.device:
+def init_process_group(config: Config) -> torch.device:
     """Join the ranks that torchrun started; returns the device of this one."""
+    # The watchdog of common.Run ends a stalled run earlier, and says which rank is missing.
+    timeout = timedelta(minutes=20 * config.timeout_minutes + 1)
     if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     # gloo beside NCCL, for what lies in CPU memory: Python objects, offloaded gradients.
-    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     return device
 
 
@@ -234,6 +254,66 @@ def learning_rate_at(step: int, config: Config) -> float:
     return config.min_learning_rate + cosine * (config.learning_rate - config.min_learning_rate)
 
 
+# --- Checkpoints ----------------------------------------------------------------------------------
+class State(Stateful):
+    """Model, optimizer and progress as one object that DCP can ask and fill.
+
+    Tensors go by the model's own parameter names and whole shapes, whatever the strategy: so any
+    script at any world size can load what another one saved.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: common.Progress
+    ):
+        self.model, self.optimizer, self.progress = model, optimizer, progress
+
+    def state_dict(self) -> dict[str, Any]:
+        model = common.without_tied(self.model, get_model_state_dict(self.model))
+        state = {"model": model, "progress": asdict(self.progress)}
+        # optimizer.state_dict() would be empty before the first step, with nothing for a load to
+        # fill; this makes up moments then. (And counts a step: what never stepped is not saved.)
+        if self.progress.updates:
+            state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_model_state_dict(self.model, common.with_tied(self.model, state["model"]))
+        if "optimizer" in state:
+            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        vars(self.progress).update(state["progress"])
+
+
+def save_checkpoint(state: State, config: Config, stager: Any, directory: Path) -> list[Future]:
+    """Each rank writes what it keeps; returns futures of what is still being written.
+
+    `stateful` is one tree of everything; `separate` is a tree for the model, one for the optimizer.
+    """
+    trees: dict[str, Any] = {".": {"app": state}}
+    if config.checkpoint_style == "separate":
+        trees = {name: tree for name, tree in state.state_dict().items() if name != "progress"}
+    futures = []
+    for name, tree in trees.items():
+        options = {"checkpoint_id": directory / name, "process_group": common.patient_group(name)}
+        if config.async_checkpoint:  # copies to CPU memory now, writes in a thread
+            futures.append(dcp.async_save(tree, async_stager=stager, **options))
+        else:
+            dcp.save(tree, **options)
+    return futures
+
+
+def load_checkpoint(state: State, config: Config, directory: Path) -> None:
+    """Each rank reads what it keeps, into the tensors of the state that it has now."""
+    if (directory / "model").is_dir():
+        trees = state.state_dict()
+        for name in trees.keys() - {"progress"}:
+            dcp.load(trees[name], checkpoint_id=directory / name)
+        state.load_state_dict(trees)
+    else:
+        dcp.load({"app": state}, checkpoint_id=directory)
+    # Hyper-parameters come with the moments, but the flag may have changed since.
+    state.optimizer.param_groups[0]["weight_decay"] = config.weight_decay
+
+
 # --- Training -------------------------------------------------------------------------------------
 def add_gradients(model: nn.Module, micro_batch: dict, scale: float, last: bool, config: Config):
     """Forward and backward of one micro-batch; returns its summed loss.
@@ -293,20 +373,27 @@ def evaluate(model: nn.Module, batches: common.Batches, config: Config, device: 
 # --- Main -----------------------------------------------------------------------------------------
 def main() -> None:
     config = common.parse_config(Config)
-    device = init_process_group()
-    run_dir = common.open_run_directory(config)
+    device = init_process_group(config)
+    run = common.Run(config, device)
 
     tokenizer, training, validation = common.load_batches(config, device)
 
     shape = architecture(config, tokenizer.vocab_size)
+    checkpoints = common.Checkpoints(run, shape, tokenizer, training)
     model, decayed = build_model(config, shape, device)
-    if config.init_from:
-        common.load_weights(model, config.init_from)
     optimizer = build_optimizer(model, decayed, config)
-
-    run = common.Run(run_dir, config, device, shape, optimizer)
-    batches = training.stream(0, config.steps)
-    for step in range(1, config.steps + 1):
+    progress = run.progress
+    state = State(model, optimizer, progress)
+    if checkpoints.resumed:
+        load_checkpoint(state, config, checkpoints.resumed)
+    elif config.init_from:
+        common.load_weights(model, config.init_from)
+    save = partial(save_checkpoint, state, config, checkpoints.stager)
+    run.start(shape, optimizer)
+    if config.steps == 0:  # a prepared start, to resume from in place of --init_from
+        checkpoints.write(save)
+    batches = training.stream(progress.step, config.steps)  # the step is the position in the data
+    for step in range(progress.step + 1, config.steps + 1):
         started = time.perf_counter()
         batch = next(batches)
         waited = time.perf_counter() - started
@@ -317,10 +404,18 @@ def main() -> None:
         run.log_step(step, batch, loss, grad_norm, learning_rate, seconds, waited)
         if step % config.eval_every == 0 or step == config.steps:
             run.log_validation(step, evaluate(model, validation, config, device), validation)
+        if step % config.checkpoint_every == 0 or step == config.steps:
+            checkpoints.write(save)
+        if run.should_stop(checkpoints):  # a signal came to any rank
+            checkpoints.write(save)  # does nothing if this step has just been written
+            break
+    checkpoints.wait()
+    run.close()
 
-    common.export(run_dir / "hf", shape, get_model_state_dict(model), tokenizer)
+    if not run.stopping:
+        common.export(run.directory / "hf", shape, get_model_state_dict(model), tokenizer)
     # Leaving with the model alive can abort in the communication threads: drop it, then the group.
-    del model, optimizer, batches
+    del model, optimizer, batches, state, save
     gc.collect()
     dist.barrier(common.patient_group())
     dist.destroy_process_group()

@@ -1,0 +1,92 @@
+"""Runs a script in which chosen calls go wrong: faults.py SCRIPT FAULTS FLAGS...
+
+FAULTS is a JSON list. {"call": "Run.log_step", "number": 3, "rank": 1, "do": "kill"} has rank 1
+kill itself before the third call of common.Run.log_step (with "after", when that call returns).
+"""
+
+import errno
+import importlib
+import json
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import common  # noqa: E402
+
+
+def limit_file_size() -> None:
+    """As a full disk: no file grows any more."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
+
+
+def fail() -> None:
+    raise ValueError("a fault on purpose")
+
+
+def read_only() -> None:
+    raise OSError(errno.EROFS, "Read-only file system")
+
+
+def send(*signals: int) -> Callable[[], None]:
+    return lambda: [os.kill(os.getpid(), number) for number in signals] and None
+
+
+ACTIONS: dict[str, Callable[[], None]] = {
+    "kill": send(signal.SIGKILL),
+    "freeze": send(signal.SIGSTOP),
+    "terminate": send(signal.SIGTERM),
+    "interrupt": send(signal.SIGINT),
+    "interrupt twice": send(signal.SIGINT, signal.SIGINT),
+    "raise": fail,
+    "sleep": lambda: time.sleep(10_000),
+    "limit file size": limit_file_size,
+    "read only": read_only,
+}
+
+
+def plant(fault: dict[str, Any]) -> None:
+    """Wrap the function that the fault names."""
+    if fault.get("rank", common.rank()) != common.rank():
+        return
+    if "restart" in fault and str(fault["restart"]) != os.environ.get("TORCHELASTIC_RESTART_COUNT"):
+        return
+    *path, name = fault["call"].split(".")
+    if path[:1] == ["module"]:
+        owner: Any = importlib.import_module(".".join(path[1:]))
+    else:
+        owner = common
+        for part in path:
+            owner = getattr(owner, part)
+    function, calls = getattr(owner, name), 0
+
+    def wrapped(*arguments: Any, **keywords: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        hit = calls == fault.get("number", 1)
+        if hit and not fault.get("after"):
+            ACTIONS[fault["do"]]()
+        result = function(*arguments, **keywords)
+        if hit and fault.get("after"):
+            ACTIONS[fault["do"]]()
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def run(script: str, faults: list[dict[str, Any]], words: list[str]) -> None:
+    module = importlib.import_module(script)
+    sys.argv = [f"{script}.py", *words]
+    for fault in faults:
+        plant(fault)
+    common.launch(module.main)
+
+
+if __name__ == "__main__":
+    run(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3:])
