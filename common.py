@@ -268,6 +268,19 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def fresh_store(timeout: datetime.timedelta) -> dict[str, Any]:
+    """`store`, `rank` and `world_size` for init_process_group, as torchrun's environment has them.
+
+    torchrun keeps one store over its restarts, in which the ranks would find the addresses of
+    their dead predecessors. So each start on one node gets a prefix. (Nodes count restarts
+    differently; for several, README names the setting that gives each start a new store.)
+    """
+    store, number, ranks = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    return {"store": store, "rank": number, "world_size": ranks}
+
+
 # Who waits patiently: data preparation, the trees of a checkpoint as they are written, its end.
 PATIENT = ("preparation", ".", "model", "optimizer", "checkpoint")
 

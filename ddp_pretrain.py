@@ -98,13 +98,14 @@ def init_process_group(config: Config) -> torch.device:
     """Join the ranks that torchrun started; returns the device of this one."""
     # The watchdog of common.Run ends a stalled run earlier, and says which rank is missing.
     timeout = timedelta(minutes=20 * config.timeout_minutes + 1)
+    join = partial(dist.init_process_group, **common.fresh_store(timeout), timeout=timeout)
     if not torch.cuda.is_available():
-        dist.init_process_group("gloo", timeout=timeout)
+        join("gloo")
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     # gloo beside NCCL, for what lies in CPU memory: Python objects, offloaded gradients.
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+    join("cpu:gloo,cuda:nccl", device_id=device)
     return device
 
 

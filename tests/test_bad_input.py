@@ -29,7 +29,9 @@ CASES = {
         {"cpu_offload": "true", "script": "ddp_pretrain"},
         "unknown flag --cpu_offload",
     ),
-    "no steps": ({"steps": 0}, "--steps 0 must be at least 1"),
+    "no steps": ({"steps": -1}, "--steps -1 must not be negative"),
+    "no time": ({"timeout_minutes": 0}, "--timeout_minutes 0.0 must be above 0"),
+    "no checkpoint": ({"resume": "FOLDER"}, "neither auto, never nor a checkpoint"),
     "falling edges": ({"bucket_edges": [128, 64]}, "--bucket_edges .* must increase"),
     "edge zero": ({"bucket_edges": [0, 64]}, "--bucket_edges .* at least 1"),
     "long edge": ({"bucket_edges": [64, 1024]}, "--micro_batch_tokens 512 .* 1024"),
@@ -73,7 +75,10 @@ CASES = {
         "compiles nothing",
     ),
     "sliding window": ({"model": "FOLDER/window"}, "exceeds sliding_window 128"),
-    "no weights": ({"init_from": "FOLDER/shallow"}, "no config.json and .*safetensors in it"),
+    "no weights": (
+        {"init_from": "FOLDER/shallow"},
+        "neither a checkpoint nor config.json and .*safetensors in it",
+    ),
     "no directory": ({"init_from": "no/where"}, "no/where .*--init_from"),
     "missing weights": (
         START | {"model": "FOLDER/deep"},

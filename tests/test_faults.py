@@ -16,6 +16,7 @@ from conftest import ROOT, SMALL, arguments, metrics, torchrun
 import common  # conftest has put it on the path
 
 FLAGS = {**SMALL, "global_batch_tokens": 2048, "eval_every": 4, "checkpoint_every": 2, "steps": 8}
+FLAGS["keep_checkpoints"] = 3
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +154,14 @@ def test_a_rank_that_fails_speaks_alone(flags, tmp_path):
     assert "rank 0 failed" not in done.stderr
 
 
-@pytest.mark.parametrize("script", ["ddp_pretrain", "fsdp1_pretrain", "fsdp2_pretrain"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "fsdp2_pretrain",
+        pytest.param("ddp_pretrain", marks=pytest.mark.drill),
+        pytest.param("fsdp1_pretrain", marks=pytest.mark.drill),
+    ],
+)
 def test_a_stalled_rank_is_named(flags, tmp_path, script):
     """It stops in the middle of step 3, between its two micro-batches."""
     fault = {"call": "to_device", "number": 6, "rank": 1, "do": "sleep"}
@@ -164,6 +172,7 @@ def test_a_stalled_rank_is_named(flags, tmp_path, script):
     assert "rank 1 is late; it stands here" in done.stderr and "faults.py" in done.stderr
 
 
+@pytest.mark.drill  # torchrun waits 30 seconds for the frozen one
 def test_a_frozen_rank_is_named_by_the_others(flags, tmp_path):
     fault = {"call": "Run.log_step", "number": 3, "rank": 0, "do": "freeze"}
     done = faulty(2, [fault], flags | {"run_dir": tmp_path, "timeout_minutes": 0.1})
@@ -190,18 +199,17 @@ def test_two_runs_in_one_directory(flags, tmp_path):
 # --- Disks ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("background", ["false", "true"])
-@pytest.mark.parametrize("call", ["Checkpoints.begin", "Checkpoints.publish"])
-def test_a_disk_that_cannot_be_written(flags, tmp_path, background, call):
-    """Full for the shards of rank 1 as the second checkpoint begins; read-only as it ends."""
+@pytest.mark.parametrize("background, full", [("false", True), ("true", True), ("true", False)])
+def test_a_disk_that_cannot_be_written(flags, tmp_path, background, full):
+    """Full for the shards of rank 1; or read-only, as rank 0 syncs the second checkpoint."""
     fault = {"call": "Run.log_validation", "rank": 1, "do": "limit file size"}
-    if call.endswith("publish"):
-        fault = {"call": call, "number": 2, "rank": 0, "do": "read only"}
+    if not full:
+        fault = {"call": "Checkpoints.synced_sum", "number": 14, "rank": 0, "do": "read only"}
     flags = flags | {"run_dir": tmp_path, "async_checkpoint": background}
     done = faulty(2, [fault], flags)
     assert done.returncode == 1
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "Traceback" not in done.stderr.split("torch.distributed")[0]
+    assert len(errors) == 1 and "failed:\nTraceback" not in done.stderr
     assert f"error: cannot write {tmp_path}/checkpoints/step_00000004" in errors[0]
     assert f"{tmp_path}/checkpoints/step_00000002 is intact" in errors[0]
     assert kept(tmp_path) == ["step_00000002"]
@@ -240,7 +248,7 @@ def test_auto_takes_the_newest_undamaged_checkpoint(flags, whole, copied):
     assert (done.returncode, done.stderr) == (0, "")
     assert f"{newest} is damaged (model/__0_0.distcp is damaged)" in done.stdout
     assert losses(copied) == losses(whole) and same(copied, whole)
-    assert kept(copied) == ["step_00000006", "step_00000008"]
+    assert kept(copied) == ["step_00000004", "step_00000006", "step_00000008"]
 
 
 def test_what_a_resume_refuses(flags, texts, copied, tmp_path):
@@ -331,7 +339,13 @@ def test_show_export_and_init_from_a_checkpoint(flags, whole, tmp_path):
 
     shown = command("show", whole)
     assert shown.returncode == 0
-    for line in (f"checkpoint .*{path}", "step +8", "world_size +2", "style +separate", "loss +2"):
+    for line in (
+        f"checkpoint .*{path}",
+        "step +8",
+        "world_size +2",
+        "style +separate",
+        r"loss +\d",
+    ):
         assert re.search(line, shown.stdout), (line, shown.stdout)
     out = tmp_path / "out"
     done = command("export", path, out)

@@ -125,7 +125,7 @@ def train(script, flags: dict, device: torch.device, merge: bool = False) -> dic
 
 def main() -> None:
     out, base = sys.argv[1], json.loads(sys.argv[2])
-    device = ddp_pretrain.init_process_group()
+    device = ddp_pretrain.init_process_group(ddp_pretrain.Config())
     seen = {}
     for name, script in SCRIPTS.items():
         for mode, flags in (COMMON_MODES | OWN_MODES[name]).items():
