@@ -5,6 +5,7 @@ kill itself before the third call of common.Run.log_step (with "after", when tha
 """
 
 import errno
+import functools
 import importlib
 import json
 import os
@@ -58,12 +59,7 @@ def plant(fault: dict[str, Any]) -> None:
     if "restart" in fault and str(fault["restart"]) != os.environ.get("TORCHELASTIC_RESTART_COUNT"):
         return
     *path, name = fault["call"].split(".")
-    if path[:1] == ["module"]:
-        owner: Any = importlib.import_module(".".join(path[1:]))
-    else:
-        owner = common
-        for part in path:
-            owner = getattr(owner, part)
+    owner: Any = functools.reduce(getattr, path, common)
     function, calls = getattr(owner, name), 0
 
     def wrapped(*arguments: Any, **keywords: Any) -> Any:

@@ -442,3 +442,27 @@ def test_wandb_goes_on_with_the_same_run(flags, tmp_path):
     last = common.read_description(tmp_path / "checkpoints/step_00000004")["progress"]["wandb_run"]
     assert first and first == last
     assert len({path.name.split("-")[-1] for path in tmp_path.glob("wandb/offline-run-*")}) == 1
+
+
+# --- Kill storm -----------------------------------------------------------------------------------
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("background", ["false", "true"])
+@pytest.mark.parametrize("script", ["fsdp2_pretrain", "ddp_pretrain"])
+def test_a_run_killed_twenty_times_ends_as_if_nothing_had_happened(
+    flags, tmp_path, script, background
+):
+    flags = flags | {"steps": 60, "checkpoint_every": 2, "async_checkpoint": background}
+    flags |= {"global_batch_tokens": 16384}  # steps slow enough to be hit
+    whole, storm = tmp_path / "whole", tmp_path / "storm"
+    program = [sys.executable, str(ROOT / "tests/storm.py"), script]
+    for kills, run_dir in ((0, whole), (20, storm)):
+        words = [str(kills), "1", *arguments(flags | {"run_dir": run_dir})]
+        done = subprocess.run([*program, *words], capture_output=True, text=True, timeout=900)
+        assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    print(done.stdout)
+    assert done.stdout.count("-9") >= 20
+    assert losses(storm) == losses(whole) and same(storm, whole)
+    assert kept(storm) == kept(whole)
+    assert {p.name for p in storm.iterdir()} == {p.name for p in whole.iterdir()}
