@@ -264,8 +264,8 @@ def rank() -> int:
 
 
 def world_size() -> int:
-    """Number of processes of the run; 1 without a process group."""
-    return dist.get_world_size() if dist.is_initialized() else 1
+    """Number of processes of the run; 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def fresh_store(timeout: datetime.timedelta) -> dict[str, Any]:
@@ -1179,7 +1179,8 @@ def damage(path: Path) -> str | None:
     problems: list[str | None] = []
     try:
         lines = (path / SUMS).read_text().splitlines()
-        problems = [check(line) for line in lines[rank() :: world_size()]]
+        mine = lines[rank() :: world_size()] if dist.is_initialized() else lines
+        problems = [check(line) for line in mine]
         if not any(line.endswith("  checkpoint.json") for line in lines):
             problems.append(f"{SUMS} is cut off")
     except (OSError, ValueError) as error:

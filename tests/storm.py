@@ -90,7 +90,7 @@ def main() -> None:
             print(json.dumps(fault), codes, flush=True)
         else:  # at a time, of one rank or of all
             ranks = start(script, words, [{"call": "Run.finish", "do": "kill"}])
-            delay = chance.uniform(1.5, 4.5)
+            delay = chance.uniform(1.5, 3.3)
             time.sleep(delay)
             everyone = chance.random() < 0.5
             for child in ranks if everyone else [ranks[victim]]:

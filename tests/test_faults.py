@@ -448,8 +448,9 @@ def test_wandb_goes_on_with_the_same_run(flags, tmp_path):
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("background", ["false", "true"])
-@pytest.mark.parametrize("script", ["fsdp2_pretrain", "ddp_pretrain"])
+@pytest.mark.parametrize(
+    "script, background", [("ddp_pretrain", "false"), ("fsdp2_pretrain", "true")]
+)
 def test_a_run_killed_twenty_times_ends_as_if_nothing_had_happened(
     flags, tmp_path, script, background
 ):
@@ -457,12 +458,12 @@ def test_a_run_killed_twenty_times_ends_as_if_nothing_had_happened(
     flags |= {"global_batch_tokens": 16384}  # steps slow enough to be hit
     whole, storm = tmp_path / "whole", tmp_path / "storm"
     program = [sys.executable, str(ROOT / "tests/storm.py"), script]
-    for kills, run_dir in ((0, whole), (20, storm)):
+    for kills, run_dir in ((0, whole), (22, storm)):
         words = [str(kills), "1", *arguments(flags | {"run_dir": run_dir})]
         done = subprocess.run([*program, *words], capture_output=True, text=True, timeout=900)
         assert (done.returncode, done.stderr) == (0, ""), done.stdout
     print(done.stdout)
-    assert done.stdout.count("-9") >= 20
+    assert sum("-9" in line for line in done.stdout.splitlines()) >= 20
     assert losses(storm) == losses(whole) and same(storm, whole)
     assert kept(storm) == kept(whole)
     assert {p.name for p in storm.iterdir()} == {p.name for p in whole.iterdir()}
