@@ -290,7 +290,11 @@ def test_all_pairs_of_scripts_and_styles():
 
 
 @pytest.mark.parametrize(
-    "ranks, script, style", [(1, "ddp_pretrain", "stateful"), (4, "fsdp1_pretrain", "separate")]
+    "ranks, script, style",
+    [
+        (1, "ddp_pretrain", "stateful"),
+        pytest.param(4, "fsdp1_pretrain", "separate", marks=pytest.mark.drill),
+    ],
 )
 def test_another_world_size_goes_on(flags, whole, tmp_path, ranks, script, style):
     """From 2 ranks to 1 and 4; and from there back to 2. The flags that may change, change."""
