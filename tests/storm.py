@@ -21,15 +21,15 @@ import datasets  # noqa: E402, F401
 from faults import run  # noqa: E402
 
 RANKS = 2
-PLACES = [  # calls made while a checkpoint is written and published, and how often for each
-    ("Checkpoints.begin", 1),
-    ("torch.distributed.checkpoint.FileSystemWriter.write_data", 2),
-    ("torch.distributed.checkpoint.FileSystemWriter.finish", 2),
-    ("sync", 12),
-    ("Path.rename", 2),
-    ("Checkpoints.remove_old", 1),
-    ("shutil.rmtree", 2),
-    ("Run.log_step", 3),
+PLACES = [  # calls while a checkpoint is written and published: how often on rank 0, on rank 1
+    ("Checkpoints.begin", 1, 0),
+    ("torch.distributed.checkpoint.FileSystemWriter.write_data", 2, 2),
+    ("torch.distributed.checkpoint.FileSystemWriter.finish", 1, 0),
+    ("sync", 12, 1),
+    ("Path.rename", 2, 0),
+    ("Checkpoints.remove_old", 1, 0),
+    ("shutil.rmtree", 2, 0),
+    ("Run.log_step", 3, 3),
 ]
 
 
@@ -83,8 +83,8 @@ def main() -> None:
     for number in range(int(kills)):
         victim = chance.choice([0, 0, 1])
         if number % 2:  # at a place, of one rank
-            call, times = chance.choice(PLACES)
-            fault = {"call": call, "number": chance.randint(1, times), "rank": victim}
+            call, *times = chance.choice([place for place in PLACES if place[1 + victim]])
+            fault = {"call": call, "number": chance.randint(1, times[victim]), "rank": victim}
             fault |= {"do": "kill", "after": chance.random() < 0.5}
             codes = join(start(script, words, [fault]), 120)
             print(json.dumps(fault), codes, flush=True)
