@@ -71,9 +71,10 @@ class StopSignals:
     """SIGTERM and SIGINT. Before the first step they end the program; later the loop asks."""
 
     def __init__(self) -> None:
-        self.received, self.at_once, self.process = False, True, os.getpid()
+        self.received, self.at_once = False, True
 
     def install(self) -> None:
+        self.process = os.getpid()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.handle)
 
@@ -1082,15 +1083,24 @@ def export(directory: Path, shape: Any, state: dict[str, torch.Tensor], tokenize
         tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if rank() == 0:
             weights[name] = tensor.detach().cpu()
-    if rank():
-        return
-    logging.disable_progress_bar()
-    temporary = directory.with_name(directory.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    model.save_pretrained(temporary, state_dict=weights)
-    tokenizer.to_transformers().save_pretrained(temporary)
-    shutil.rmtree(directory, ignore_errors=True)
-    temporary.rename(directory)
+
+    def write() -> None:
+        logging.disable_progress_bar()
+        temporary = directory.with_name(directory.name + ".tmp")
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            model.save_pretrained(temporary, state_dict=weights)
+            tokenizer.to_transformers().save_pretrained(temporary)
+            shutil.rmtree(directory, ignore_errors=True)
+            temporary.rename(directory)
+        except Exception as error:  # safetensors and tokenizers have their own for a full disk
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise RunError(
+                f"cannot write {directory}: {error}; the checkpoint of the last step is complete, "
+                "the same command goes on from there"
+            ) from error
+
+    on_rank_0(write)
 
 
 def write_sample(directory: Path, prompt: np.ndarray, device: torch.device) -> str:
@@ -1320,7 +1330,7 @@ class Checkpoints:
         """
         self.wait()
         progress = dataclasses.replace(self.run.progress)
-        if progress.step == self.written:
+        if progress.step == self.written:  # the loop is about to end
             return
         temporary = self.directory / f"step_{progress.step:08d}.tmp"
         on_rank_0(lambda: self.begin(temporary))
@@ -1337,13 +1347,15 @@ class Checkpoints:
             self.thread.start()
         else:
             self.complete(temporary, progress, futures, error)
+        self.run.watchdog.expect(progress.step + 1)
 
     def begin(self, temporary: Path) -> None:
         try:
             shutil.rmtree(temporary, ignore_errors=True)
             self.shape.save_pretrained(temporary / "hf")
             self.tokenizer.to_transformers().save_pretrained(temporary / "hf")
-        except OSError as error:
+        except Exception as error:  # the tokenizers library raises a bare Exception on a full disk
+            shutil.rmtree(temporary, ignore_errors=True)
             raise self.cannot_write(temporary, error) from error
 
     def complete_later(self, *arguments: Any) -> None:
@@ -1440,6 +1452,7 @@ class Checkpoints:
 
     def wait(self) -> None:
         """Wait for what is written in the background; raises its RunError."""
+        self.run.watchdog.expect(self.run.progress.step, patience=10)  # a slow disk is no stall
         if self.thread is not None:
             self.thread.join()
             self.thread = None
@@ -1665,8 +1678,11 @@ class Run:
         }
 
     def write_config(self, **more: Any) -> None:
-        text = json.dumps(self.description() | more, indent=2) + "\n"
-        (self.directory / "config.json").write_text(text)
+        text, path = json.dumps(self.description() | more, indent=2) + "\n", "config.json"
+        try:
+            (self.directory / path).write_text(text)
+        except OSError as error:
+            raise RunError(f"cannot write {self.directory / path}: {error}") from error
 
     def should_stop(self, checkpoints: Checkpoints) -> bool:
         """Whether any rank was told to stop; raises on all if a checkpoint could not be written."""
@@ -1789,8 +1805,9 @@ class Run:
         )
         progress = self.progress
         if math.isfinite(loss):
+            best = progress.best_validation_loss
             progress.validation_loss = loss
-            progress.best_validation_loss = min(loss, progress.best_validation_loss or loss)
+            progress.best_validation_loss = loss if best is None else min(loss, best)
         self.watchdog.expect(step + 1)
         line = {"validation_loss": loss, "validation_perplexity": perplexity}
         self.log(step, line | {"validation_bits_per_byte": bits})

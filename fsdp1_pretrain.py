@@ -349,8 +349,8 @@ def add_gradients(model: nn.Module, micro_batch: dict, scale: float, last: bool,
     """Forward and backward of one micro-batch; returns its summed loss.
 
     Gradients of all but the last micro-batch are kept whole on each rank, and the sum is reduced
-    once: less communication, but the memory of a whole model's gradients. Under bf16 they would be
-    added up in bf16, so there each micro-batch is reduced, and fp32 shards are added up.
+    once: less communication, but the memory of a whole model's gradients.
+    Under bf16 they would add up in bf16, so there each micro-batch is reduced, into fp32 shards.
     """
     reduce = last or config.reduce_every_micro_batch or config.precision == "bf16"
     with contextlib.nullcontext() if reduce else model.no_sync():

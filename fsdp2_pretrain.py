@@ -333,8 +333,8 @@ def load_checkpoint(state: State, config: Config, directory: Path) -> None:
 def add_gradients(model: nn.Module, micro_batch: dict, scale: float, last: bool, config: Config):
     """Forward and backward of one micro-batch; returns its summed loss.
 
-    Gradients of all but the last micro-batch are kept whole and in fp32 on each rank, and the sum
-    is reduced once: less communication, but the memory of a whole model's gradients.
+    Gradients of all but the last micro-batch are kept whole on each rank, and the sum is reduced
+    once: less communication, but the memory of a whole model's gradients.
     """
     model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
     loss = model(**micro_batch)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, SMALL, arguments, metrics, torchrun
@@ -215,6 +216,19 @@ def test_a_disk_that_cannot_be_written(flags, tmp_path, background, full):
     assert kept(tmp_path) == ["step_00000002"]
 
 
+def test_a_full_disk_at_the_end_keeps_the_last_checkpoint(flags, whole, tmp_path):
+    fault = {"call": "Run.close", "rank": 0, "do": "limit file size"}
+    flags = flags | {"run_dir": tmp_path}
+    done = faulty(2, [fault], flags)
+    assert done.returncode == 1 and "failed:\nTraceback" not in done.stderr
+    assert f"error: cannot write {tmp_path}/hf: " in done.stderr
+    assert kept(tmp_path)[-1] == "step_00000008"
+    assert not [*tmp_path.glob("hf*")]
+    done = torchrun(2, "fsdp2_pretrain.py", *arguments(flags))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert same(tmp_path, whole)
+
+
 # --- Damage ---------------------------------------------------------------------------------------
 
 
@@ -373,6 +387,7 @@ def test_show_export_and_init_from_a_checkpoint(flags, whole, tmp_path):
 class FakeRun:
     def __init__(self, directory: Path):
         self.directory, self.progress = directory, common.Progress()
+        self.watchdog = SimpleNamespace(expect=lambda step, patience=1: None)
 
     def description(self) -> dict:
         return {"flags": {}}
