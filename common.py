@@ -1642,7 +1642,7 @@ class Run:
         self.first_step = self.progress.step
         first_on_each_node(self.check_space)
         SIGNALS.at_once = False
-        self.watchdog = Watchdog(self.config.timeout_minutes)
+        self.watchdog = Watchdog(self.config.timeout_minutes, self.directory, self.device)
         self.watchdog.expect(self.first_step + 1, patience=10 if self.config.compile else 1)
         if rank():
             return
@@ -1847,12 +1847,17 @@ class Watchdog:
 
     A rank moves as long as steps end or collectives begin. If it did not for `minutes`, all ranks
     leave their position in the store; those that others wait for have begun fewer collectives, or
-    do not answer. (A collective's own timeout names no rank, and on GPUs just aborts.)
+    do not answer. (A collective's own timeout names no rank, and on GPUs just aborts.) What torch's
+    flight recorder holds, the latest collectives of each rank, goes to stalled_rank_N.json.
     """
 
-    def __init__(self, minutes: float):
+    def __init__(self, minutes: float, directory: Path, device: torch.device):
+        from torch._C import _distributed_c10d
         from torch.distributed.distributed_c10d import _get_default_store, _world
 
+        recorder = "_dump_nccl_trace_json" if device.type == "cuda" else "_dump_fr_trace_json"
+        self.recorded = getattr(_distributed_c10d, recorder, None)
+        self.directory = directory
         self.minutes, self.step, self.patience, self.marks = minutes, 0, 1, 0
         self.tick = min(1.0, minutes * 6)
         self.store = _get_default_store().clone()  # a connection of its own: the other may block
@@ -1882,6 +1887,8 @@ class Watchdog:
 
     def report(self, position: list[int]) -> None:
         self.store.set(f"stalled at step {self.step} {rank()}", json.dumps(position))
+        if self.recorded is not None:
+            (self.directory / f"stalled_rank_{rank()}.json").write_bytes(self.recorded())
         time.sleep(max(2.0, 3 * self.tick))
         seen = {}
         for other in range(world_size()):

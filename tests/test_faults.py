@@ -171,6 +171,12 @@ def test_a_stalled_rank_is_named(flags, tmp_path, script):
     assert done.returncode == 1
     assert "error: step 3 stalled for 0.1 minutes: rank 1 did not arrive" in done.stderr
     assert "rank 1 is late; it stands here" in done.stderr and "faults.py" in done.stderr
+    recorded = [
+        json.loads((tmp_path / f"stalled_rank_{rank}.json").read_text())["entries"]
+        for rank in range(2)
+    ]
+    assert len(recorded[1]) < len(recorded[0])
+    assert not recorded[0][-1]["retired"]  # what rank 0 waits for
 
 
 @pytest.mark.drill  # torchrun waits 30 seconds for the frozen one
