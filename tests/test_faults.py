@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, SMALL, arguments, metrics, torchrun
+from conftest import ROOT, SMALL, arguments, launch, metrics, torchrun
 
 import common  # conftest has put it on the path
 
@@ -25,10 +25,9 @@ def flags(corpus, shape_directory) -> dict:
     return {**FLAGS, "dataset": corpus, "model": shape_directory}
 
 
-def faulty(ranks: int, faults: list[dict], flags: dict, script: str = "fsdp2_pretrain", **options):
+def faulty(ranks: int, faults: list[dict], flags: dict, script: str = "fsdp2_pretrain"):
     """The script with faults planted, as tests/faults.py explains."""
-    words = [str(ROOT / "tests/faults.py"), script, json.dumps(faults), *arguments(flags)]
-    return torchrun(ranks, *options.pop("torchrun", []), *words, timeout=240)
+    return launch(ranks, script, flags, faults)
 
 
 def kept(run_dir: Path) -> list[str]:
@@ -49,7 +48,7 @@ def same(a: Path, b: Path) -> bool:
 def whole(flags, tmp_path_factory) -> Path:
     """A run that nothing happened to."""
     run_dir = tmp_path_factory.mktemp("whole")
-    done = torchrun(2, "fsdp2_pretrain.py", *arguments(flags | {"run_dir": run_dir}))
+    done = launch(2, "fsdp2_pretrain.py", flags | {"run_dir": run_dir})
     assert (done.returncode, done.stderr) == (0, "")
     return run_dir
 
@@ -86,12 +85,12 @@ def test_signals_in_every_phase_lose_nothing(flags, whole, tmp_path):
         assert last.endswith("; the same command goes on from there")
         assert kept(tmp_path)[-1] == f"step_0000000{step}"
         assert not (tmp_path / "hf").exists()
-    done = torchrun(2, "fsdp2_pretrain.py", *arguments(flags))
+    done = launch(2, "fsdp2_pretrain.py", flags)
     assert (done.returncode, done.stderr) == (0, "")
     assert losses(tmp_path) == losses(whole) and same(tmp_path, whole)
     assert metrics(tmp_path)[1] == metrics(whole)[1]
 
-    again = torchrun(2, "fsdp2_pretrain.py", *arguments(flags))
+    again = launch(2, "fsdp2_pretrain.py", flags)
     assert again.returncode == 0 and "nothing to do" in again.stdout
     assert losses(tmp_path) == losses(whole)
 
@@ -139,7 +138,8 @@ def test_torchrun_restarts_go_on_from_the_newest_checkpoint(flags, whole, tmp_pa
         {"call": "Run.log_step", "number": 3, "rank": 0, "restart": 1, "do": "raise"},
     ]
     flags = flags | {"run_dir": tmp_path, "resume": "never"}
-    done = faulty(2, faults, flags, torchrun=["--max-restarts=3"])
+    words = ["tests/faults.py", "fsdp2_pretrain", json.dumps(faults), *arguments(flags)]
+    done = torchrun(2, "--max-restarts=3", *words)
     assert done.returncode == 0, done.stderr
     assert "ValueError: a fault on purpose" in done.stderr
     assert losses(tmp_path) == losses(whole) and same(tmp_path, whole)
@@ -194,7 +194,7 @@ def test_two_runs_in_one_directory(flags, tmp_path):
     first = subprocess.Popen([sys.executable, *words], stdout=subprocess.DEVNULL)
     try:
         wait_for_steps(tmp_path, 1)
-        second = torchrun(1, "ddp_pretrain.py", *arguments(flags | {"run_dir": tmp_path}))
+        second = launch(1, "ddp_pretrain.py", flags | {"run_dir": tmp_path})
         assert second.returncode == 1
         assert f"error: --run_dir {tmp_path} is in use by another run" in second.stderr
         assert len(losses(tmp_path)) == 1
@@ -213,8 +213,10 @@ def test_a_disk_that_cannot_be_written(flags, tmp_path, background, full):
     if not full:
         fault = {"call": "Checkpoints.synced_sum", "number": 14, "rank": 0, "do": "read only"}
     flags = flags | {"run_dir": tmp_path, "async_checkpoint": background}
+    flags |= {"global_batch_tokens": 32768}  # steps that take longer than a checkpoint
     done = faulty(2, [fault], flags)
     assert done.returncode == 1
+    assert len(losses(tmp_path)) < 6  # the run ends before the next checkpoint is due
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "failed:\nTraceback" not in done.stderr
     assert f"error: cannot write {tmp_path}/checkpoints/step_00000004" in errors[0]
@@ -230,7 +232,7 @@ def test_a_full_disk_at_the_end_keeps_the_last_checkpoint(flags, whole, tmp_path
     assert f"error: cannot write {tmp_path}/hf: " in done.stderr
     assert kept(tmp_path)[-1] == "step_00000008"
     assert not [*tmp_path.glob("hf*")]
-    done = torchrun(2, "fsdp2_pretrain.py", *arguments(flags))
+    done = launch(2, "fsdp2_pretrain.py", flags)
     assert (done.returncode, done.stderr) == (0, "")
     assert same(tmp_path, whole)
 
@@ -264,7 +266,7 @@ def test_auto_takes_the_newest_undamaged_checkpoint(flags, whole, copied):
     newest = copied / "checkpoints/step_00000006"
     harm(newest, "__0_0.distcp", "flipped")
     (copied / "checkpoints/step_00000007.tmp").mkdir()
-    done = torchrun(2, "fsdp2_pretrain.py", *arguments(flags | {"run_dir": copied}))
+    done = launch(2, "fsdp2_pretrain.py", flags | {"run_dir": copied})
     assert (done.returncode, done.stderr) == (0, "")
     assert f"{newest} is damaged (model/__0_0.distcp is damaged)" in done.stdout
     assert losses(copied) == losses(whole) and same(copied, whole)
@@ -290,12 +292,10 @@ def test_what_a_resume_refuses(flags, texts, copied, tmp_path):
         ({"global_batch_tokens": 4096}, "--global_batch_tokens 2048 \\(now 4096\\)"),
         ({"tokenizer": newest / "hf"}, f"--tokenizer bytes \\(now {newest}/hf\\)"),
     ]
-    commands = [["fsdp1_pretrain", *arguments(flags | change)] for change, _ in cases]
-    program = [sys.executable, str(ROOT / "tests/forked.py"), json.dumps(commands)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=240, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    for (change, expected), (code, err) in zip(cases, json.loads(done.stdout)):
-        assert code == 2 and re.search(expected, err) and err.count("\n") == 1, (change, err)
+    for change, expected in cases:
+        done = launch(0, "fsdp1_pretrain", flags | change)
+        assert done.returncode == 2 and re.search(expected, done.stderr), (change, done.stderr)
+        assert done.stderr.count("\n") == 1
 
 
 # --- Checkpoints move -----------------------------------------------------------------------------
@@ -320,18 +320,17 @@ def test_another_world_size_goes_on(flags, whole, tmp_path, ranks, script, style
     """From 2 ranks to 1 and 4; and from there back to 2. The flags that may change, change."""
     change = {"run_dir": tmp_path, "checkpoint_style": style, "eval_every": 3}
     start = whole / "checkpoints/step_00000006"
-    done = torchrun(ranks, f"{script}.py", *arguments(flags | change | {"resume": start}))
+    done = launch(ranks, script, flags | change | {"resume": start})
     assert (done.returncode, done.stderr) == (0, "")
     expected = [line["loss"] for line in metrics(whole)[0]]
     got = {line["step"]: line["loss"] for line in metrics(tmp_path)[0]}
     assert list(got) == [7, 8]
     assert all(abs(got[step] / expected[step - 1] - 1) < 1e-4 for step in got)
 
-    done = torchrun(2, "fsdp2_pretrain.py", *arguments(flags | change | {"steps": 9}))
+    done = launch(2, "fsdp2_pretrain.py", flags | change | {"steps": 9})
     assert (done.returncode, done.stderr) == (0, "")
-    longer = torchrun(2, "fsdp2_pretrain.py", *arguments(flags | {
-        "run_dir": tmp_path / "longer", "steps": 9, "resume": whole / "checkpoints/step_00000008",
-    }))  # fmt: skip
+    again = {"run_dir": tmp_path / "longer", "resume": whole / "checkpoints/step_00000008"}
+    longer = launch(2, "fsdp2_pretrain.py", flags | again | {"steps": 9})
     assert longer.returncode == 0
     one, other = (metrics(run_dir)[0][-1] for run_dir in (tmp_path, tmp_path / "longer"))
     assert one["step"] == other["step"] == 9 and one["tokens"] == other["tokens"]
@@ -348,7 +347,7 @@ def test_a_prepared_start_equals_a_direct_one(flags, weights_directory, tmp_path
         "later": {"run_dir": tmp_path / "prepared"},
     }
     for change in runs.values():
-        done = torchrun(2, script, *arguments(flags | change))
+        done = launch(2, script, flags | change)
         assert (done.returncode, done.stderr) == (0, "")
     assert losses(tmp_path / "direct") == losses(tmp_path / "prepared")
     assert same(tmp_path / "direct", tmp_path / "prepared")
@@ -382,8 +381,8 @@ def test_show_export_and_init_from_a_checkpoint(flags, whole, tmp_path):
     flags = {key: value for key, value in flags.items() if key != "model"} | {"steps": 1}
     starts = {"checkpoint": path, "run": whole, "hf": whole / "hf"}
     for name, start in starts.items():
-        words = arguments(flags | {"init_from": start, "run_dir": tmp_path / name})
-        assert torchrun(1, "fsdp1_pretrain.py", *words).returncode == 0
+        change = {"init_from": start, "run_dir": tmp_path / name}
+        assert launch(1, "fsdp1_pretrain.py", flags | change).returncode == 0
     assert losses(tmp_path / "checkpoint") == losses(tmp_path / "run") == losses(tmp_path / "hf")
 
 
@@ -463,7 +462,7 @@ def test_wandb_goes_on_with_the_same_run(flags, tmp_path):
     fault = {"call": "Run.log_step", "number": 2, "do": "terminate"}
     assert faulty(1, [fault], flags).returncode == 0
     first = common.read_description(tmp_path / "checkpoints/step_00000002")["progress"]["wandb_run"]
-    assert torchrun(1, "fsdp2_pretrain.py", *arguments(flags)).returncode == 0
+    assert launch(1, "fsdp2_pretrain.py", flags).returncode == 0
     last = common.read_description(tmp_path / "checkpoints/step_00000004")["progress"]["wandb_run"]
     assert first and first == last
     assert len({path.name.split("-")[-1] for path in tmp_path.glob("wandb/offline-run-*")}) == 1
