@@ -1365,9 +1365,10 @@ def draw_new_rows(old: torch.Tensor, known: int, vocabulary: int, rows: int) -> 
     """Embeddings of a grown vocabulary: [rows, width], the old ones unchanged.
 
     Rows of ids from `known` to `vocabulary`, which may lie in the padding of the old matrix, and
-    padding past it are drawn around the mean of the known rows with 1e-5 of their covariance: a
-    new token then starts about as likely as an average one, where zeros or fresh noise would
-    shift the whole softmax (Hewitt 2021, Initializing New Word Embeddings for Pretrained LMs).
+    padding past it are drawn from a normal distribution with the mean and covariance of the known
+    rows: a new token starts as likely as some other one, where zeros or fresh noise would shift
+    the whole softmax (Hewitt 2021, Initializing New Word Embeddings for Pretrained Language Models;
+    he scales the covariance by 1e-5, but alike rows took `tiny` longer to tell apart).
     """
     mean = old[:known].mean(0)
     new = torch.arange(rows)
@@ -1376,7 +1377,7 @@ def draw_new_rows(old: torch.Tensor, known: int, vocabulary: int, rows: int) -> 
     noise = noise @ old[:known] - noise.sum(1, keepdim=True) * mean  # covariance: known x theirs
     grown = torch.empty(rows, old.shape[1])
     grown[: len(old)] = old
-    grown[new] = mean + noise * (1e-5 / known) ** 0.5
+    grown[new] = mean + noise / known**0.5
     return grown
 
 
@@ -1457,7 +1458,7 @@ def export(directory: Path, shape: Any, state: dict[str, torch.Tensor], tokenize
     time, and rank 0 alone keeps them, in CPU memory.
     """
     from torch.distributed.tensor import DTensor
-    from transformers import AutoModelForCausalLM, logging
+    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(shape)
@@ -1471,22 +1472,31 @@ def export(directory: Path, shape: Any, state: dict[str, torch.Tensor], tokenize
             weights[name] = tensor.detach().cpu()
 
     def write() -> None:
-        logging.disable_progress_bar()
-        temporary = directory.with_name(directory.name + ".tmp")
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            model.save_pretrained(temporary, state_dict=weights)
-            tokenizer.to_transformers().save_pretrained(temporary)
-            shutil.rmtree(directory, ignore_errors=True)
-            temporary.rename(directory)
+            save_pretrained(directory, model, weights, tokenizer.to_transformers())
         except Exception as error:  # safetensors and tokenizers have their own for a full disk
-            shutil.rmtree(temporary, ignore_errors=True)
             raise RunError(
                 f"cannot write {directory}: {error}; the checkpoint of the last step is complete, "
                 "the same command goes on from there"
             ) from error
 
     on_rank_0(write)
+
+
+def save_pretrained(directory: Path, model: Any, weights: dict, tokenizer: Any) -> None:
+    from transformers import logging
+
+    logging.disable_progress_bar()
+    model.generation_config.pad_token_id = tokenizer.pad_token_id
+    temporary = directory.with_name(directory.name + ".tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        model.save_pretrained(temporary, state_dict=weights)
+        tokenizer.save_pretrained(temporary)
+        shutil.rmtree(directory, ignore_errors=True)
+        temporary.rename(directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def write_sample(directory: Path, prompt: np.ndarray, device: torch.device) -> str:
@@ -1694,11 +1704,8 @@ class Checkpoints:
                 now, before = ({key: x[key] for key in shared} for x in (now, before))
             if now != before:
                 changed.append(kind)
-                named += [
-                    f"--{name} {flags[name]} (now {getattr(self.config, name)})"
-                    for name in FIXED_FLAGS[kind]
-                    if flags[name] != getattr(self.config, name)
-                ]
+                both = [(n, flags.get(n), getattr(self.config, n, None)) for n in FIXED_FLAGS[kind]]
+                named += [f"--{n} {old} (now {new})" for n, old, new in both if old != new]
         if changed:
             difference = ", ".join(named) or f"another {' and '.join(changed)} under the same flags"
             raise InputError(
@@ -1888,9 +1895,8 @@ def show_checkpoint(name: str) -> None:
 
 def export_checkpoint(name: str, out: str) -> None:
     """Any checkpoint -> what transformers loads, in one process on the CPU."""
-    from transformers import AutoConfig, AutoModelForCausalLM, logging
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    logging.disable_progress_bar()
     path, directory = find_checkpoint(name), Path(out)
     if directory.exists():
         raise InputError(f"{directory} exists already")
@@ -1907,10 +1913,7 @@ def export_checkpoint(name: str, out: str) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # it is meant to be
         read_weights(path, state, no_dist=True)
-    temporary = directory.with_name(directory.name + ".tmp")
-    shutil.copytree(path / "hf", temporary, dirs_exist_ok=True)
-    model.save_pretrained(temporary, state_dict=state)
-    temporary.rename(directory)
+    save_pretrained(directory, model, state, AutoTokenizer.from_pretrained(path / "hf"))
 
 
 def command_line() -> None:

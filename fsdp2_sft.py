@@ -70,8 +70,8 @@ class Config:
     micro_batch_tokens: int = flag(4096, "token positions of one forward pass, padding included")
     global_batch_tokens: int = flag(8192, "token positions of one optimizer step, over all ranks")
     steps: int = flag(100, "optimizer steps of the whole run")
-    learning_rate: float = flag(1e-3, "peak learning rate of AdamW")
-    min_learning_rate: float = flag(1e-4, "learning rate at the end of the cosine")
+    learning_rate: float = flag(2e-3, "peak learning rate of AdamW")
+    min_learning_rate: float = flag(2e-4, "learning rate at the end of the cosine")
     warmup_steps: int = flag(10, "steps of linear warm-up")
     weight_decay: float = flag(0.1, "decay of matrices; embeddings, norms and biases have none")
     grad_clip: float = flag(1.0, "largest gradient norm; 0: no clipping")
@@ -421,6 +421,7 @@ def main() -> None:
     device = init_process_group(config)
     run = common.Run(config, device)
 
+    # Labels are -100, which the loss ignores, but for the tokens of the template's `generation`.
     tokenizer, training, validation = common.load_conversations(
         config, device, TEMPLATE, TURN, INSIDE
     )

@@ -204,3 +204,15 @@ def test_one_process_without_torchrun_and_wandb_offline(corpus, shape_directory,
     content = log.read_bytes()
     for key in (b"validation_bits_per_byte", b"grad_norm"):
         assert key in content
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_checkpoint_holds_a_tied_tensor_once(run, shape_directory, script):
+    """FSDP1's state would add the head, as a stale copy."""
+    from torch.distributed.checkpoint import FileSystemReader
+
+    [path, *_] = common.complete_checkpoints(run(script, 2, model=shape_directory))
+    path = path / "model" if (path / "model").exists() else path
+    names = FileSystemReader(path).read_metadata().state_dict_metadata
+    assert any(name.endswith("embed_tokens.weight") for name in names)
+    assert not any("lm_head" in name for name in names)

@@ -49,6 +49,10 @@ CASES = {
     "no text": ({"dataset": "FOLDER/blank.txt"}, "holds no text"),
     "one document": ({"dataset": "FOLDER/one.txt"}, "a second document .* is needed"),
     "numbers": ({"dataset": "FOLDER/numbers.jsonl"}, "--text_column text holds"),
+    "no conversations": (
+        {"script": "fsdp2_sft"},
+        "its columns are text; conversations are looked for in messages, in conversations, or in",
+    ),
     "broken json": ({"dataset": "FOLDER/broken.jsonl"}, "cannot be read"),
     "broken parquet": ({"dataset": "FOLDER/broken.parquet"}, "cannot be read"),
     "missing column": ({"text_column": "body"}, "--text_column body: .* only text"),

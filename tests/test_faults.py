@@ -296,6 +296,9 @@ def test_what_a_resume_refuses(flags, texts, copied, tmp_path):
         done = launch(0, "fsdp1_pretrain", flags | change)
         assert done.returncode == 2 and re.search(expected, done.stderr), (change, done.stderr)
         assert done.stderr.count("\n") == 1
+    del flags["dataset"]
+    done = launch(0, "fsdp2_sft", flags)
+    assert done.returncode == 2 and "(now stdlib-docstrings)" in done.stderr, done.stderr
 
 
 # --- Checkpoints move -----------------------------------------------------------------------------

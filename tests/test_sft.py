@@ -1,6 +1,7 @@
 """Conversations: templates and masks, forged markers, labels, a growing vocabulary, fine-tuning."""
 
 import json
+import os
 import re
 import types
 from pathlib import Path
@@ -318,8 +319,9 @@ def test_bucketed_packed_and_one_at_a_time_agree(conversations, model):
         one = one + count * model.plain_forward(input_ids=ids, labels=wanted).loss
         labels += count
     expected = gradient(model, one)
-    for batching in ("bucketed", "packed"):
-        _, training, _ = batches_of(conversations, batching=batching)
+    settings = ("bucketed", False), ("packed", False), ("bucketed", True), ("packed", True)
+    for batching, fixed_shapes in settings:
+        _, training, _ = batches_of(conversations, batching=batching, compile=fixed_shapes)
         loss, counted = 0.0, 0
         for number in range(training.epoch_length):
             batch = training.collate(training.micro_batch(number))
@@ -419,8 +421,8 @@ def test_new_rows_have_the_mean_and_a_share_of_the_covariance_of_the_old():
     new = torch.cat([grown[490:495], grown[500:]])
     assert len(new.unique(dim=0)) == len(new)
     known = old[:490]
-    torch.testing.assert_close(new.mean(0), known.mean(0), rtol=1e-3, atol=1e-3)
-    torch.testing.assert_close(torch.cov(new.T), 1e-5 * torch.cov(known.T), rtol=0.1, atol=1e-5)
+    torch.testing.assert_close(new.mean(0), known.mean(0), rtol=0.05, atol=0.15)
+    torch.testing.assert_close(torch.cov(new.T), torch.cov(known.T), rtol=0.1, atol=0.3)
 
 
 @pytest.fixture(scope="module")
@@ -448,6 +450,8 @@ def test_the_vocabulary_grows_under_two_ranks_and_resumes(flags, tied, tmp_path)
     common.load_tokenizer("bytes").to_transformers().save_pretrained(start)
     flags = flags | {"init_from": start, "run_dir": run_dir, "keep_checkpoints": 9}
     tune(flags | {"steps": 0})
+    stop = {"call": "Run.log_step", "number": 2, "rank": 1, "do": "terminate"}
+    assert launch(2, "fsdp2_sft", flags, [stop]).returncode == 0
     tune(flags)
     common.export_checkpoint(str(run_dir / "checkpoints/step_00000000"), str(tmp_path / "grown"))
     grown = AutoModelForCausalLM.from_pretrained(tmp_path / "grown")
@@ -457,12 +461,16 @@ def test_the_vocabulary_grows_under_two_ranks_and_resumes(flags, tied, tmp_path)
     for new, before in pairs:
         assert torch.equal(new[:257], before[:257].float())
         assert (new[257:264] != 0).any(dim=1).all()
-        torch.testing.assert_close(new[257:].mean(0), new[:257].mean(0), rtol=0, atol=1e-3)
+        assert new[257:].std().item() == pytest.approx(new[:257].std().item(), rel=0.2)
     for name, tensor in grown.model.layers.state_dict().items():
         assert torch.equal(tensor, old.model.layers.state_dict()[name].float())
 
-    direct = tmp_path / "direct"
+    def cached() -> dict[Path, int]:
+        return {f: f.stat().st_mtime_ns for f in Path(os.environ["HF_HOME"]).rglob("*.arrow")}
+
+    direct, before = tmp_path / "direct", cached()
     tune(flags | {"run_dir": direct, "checkpoint_style": "stateful", "async_checkpoint": True})
+    assert cached() == before  # nothing was tokenized again
     assert losses(direct) == losses(run_dir) and len(losses(direct)) == 3
     tokenizer = AutoTokenizer.from_pretrained(direct / "hf")
     assert len(tokenizer) == 264 and tokenizer.pad_token == "<|pad|>"
