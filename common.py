@@ -722,11 +722,12 @@ class ChatTokenizer:
     def __init__(self, name: str, template: str, turn: tuple[str, ...], inside: tuple[str, ...]):
         import copy
 
+        from jinja2 import TemplateError
         from transformers import AddedToken
 
         tokenizer = copy.deepcopy(load_tokenizer(name).to_transformers())
         self.name, self.tokenizer, self.known = name, tokenizer, len(tokenizer)
-        own = str(tokenizer.chat_template)
+        own = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
         self.own_template = bool(re.search(r"\{%-?\s*generation\s*-?%\}", own))
         self.added = [t for t in (*turn, *inside) if t not in tokenizer.added_tokens_encoder]
         if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
@@ -743,7 +744,10 @@ class ChatTokenizer:
         self.forgeable_by_assistant = one_of(special - {*inside})
         self.vocab_size, self.padding = len(tokenizer), tokenizer.pad_token_id
         sample = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
-        ids, learned = self.encode(sample)
+        try:
+            ids, learned = self.encode(sample)
+        except TemplateError as error:
+            raise InputError(f"--tokenizer {name}: its chat template fails: {error}") from error
         ends = [i for i in ids[learned] if i in tokenizer.added_tokens_decoder]
         self.learns_to_stop = bool(ends)
         self.end_of_text = int(ends[-1]) if ends else tokenizer.eos_token_id
@@ -793,10 +797,10 @@ load_chat_tokenizer = functools.cache(ChatTokenizer)
 
 def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
     """The messages (role and content) of a row in any of the known forms; [] if it has no form."""
-    parts = row.get("messages") or row.get("conversations") or []
+    parts = [*(row.get("messages") or row.get("conversations") or [])]
     for role, column in (("user", "prompt"), ("assistant", "completion")):
-        value = row.get(column) or []
-        parts += [{"role": role, "content": value}] if isinstance(value, str) else value
+        value = row.get(column)
+        parts += [{"role": role, "content": value}] if isinstance(value, str) else value or []
     if row.get("system"):
         parts = [{"role": "system", "content": row["system"]}, *parts]
     messages = []
@@ -806,7 +810,8 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
         if isinstance(content, list):  # of parts, as multimodal templates have them
             content = "".join(piece.get("text") or "" for piece in content)
         messages.append({"role": ROLES.get(role, role), "content": content or ""})
-    return messages
+    texts = [text for message in messages for text in message.values()]
+    return messages if all(isinstance(text, str) for text in texts) else []
 
 
 def load_conversations_table(config: Any) -> Any:
@@ -824,10 +829,10 @@ def load_conversations_table(config: Any) -> Any:
         )
     corpus = corpus.select_columns(columns)
     try:
-        roles = {message["role"] for message in messages_of(corpus[0])} if len(corpus) else {""}
+        fits = not len(corpus) or messages_of(corpus[0])
     except (AttributeError, TypeError):
-        roles = {None}
-    if not roles or not all(isinstance(role, str) for role in roles):
+        fits = False
+    if not fits:
         raise InputError(
             f"--dataset {config.dataset}: column {columns[0]} holds neither role and content nor "
             "from and value"
