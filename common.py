@@ -920,8 +920,10 @@ def plan_bucketed(
 ) -> Plan:
     """Micro-batches of micro_batch_tokens // edge rows from one bucket, so all cost about the same.
 
-    Bucket b holds the lengths above edges[b - 1] and up to edges[b]. The micro-batches of all
-    buckets are shuffled together: one bucket after the other would be an accidental curriculum.
+    Bucket b holds the lengths above edges[b - 1] and up to edges[b]. In a bucket, the rows of 16
+    micro-batches at a time, drawn at random, are sorted by length, which leaves little to pad. The
+    micro-batches of all buckets are shuffled together: one bucket after the other would be an
+    accidental curriculum.
     """
     bucket = np.searchsorted(edges, length).astype(np.uint16)  # 16 bits are sorted by radix
     order = rng.permutation(len(length))
@@ -929,7 +931,9 @@ def plan_bucketed(
     last = np.cumsum(np.bincount(bucket, minlength=len(edges)))
     start, stop = [], []
     for edge, begin, end in zip(edges, [0, *last], last):
-        rows = micro_batch_tokens // edge
+        rows, inside = micro_batch_tokens // edge, order[begin:end]
+        window = np.arange(len(inside)) // (16 * rows)
+        order[begin:end] = inside[np.lexsort((length[inside], window))]
         start.append(np.arange(begin, end, rows))
         stop.append(np.minimum(start[-1] + rows, end))
     shuffled = rng.permutation(sum(map(len, start)))
@@ -2298,7 +2302,8 @@ class Watchdog:
         if rank() in late:
             print(f"rank {rank()} is late; it stands here:", file=sys.stderr, flush=True)
             faulthandler.dump_traceback(all_threads=True)
-        if rank() == min(set(seen) - set(late), default=min(seen)):
+        reports = rank() == min(set(seen) - set(late), default=min(seen))
+        if reports:
             who = f"rank {', '.join(map(str, late))} did not arrive" if late else (
                 "all ranks began the same collectives, so a link or a GPU hangs"
             )  # fmt: skip
@@ -2308,8 +2313,8 @@ class Watchdog:
                 file=sys.stderr,
                 flush=True,
             )
-        else:
-            time.sleep(5)
+        # The first exit ends the launch, and late ranks may still be writing.
+        time.sleep(2 * self.tick if reports else 5)
         os._exit(1)
 
     def stop(self) -> None:

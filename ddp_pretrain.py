@@ -162,7 +162,9 @@ def summed_loss(self: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, 
         return F.cross_entropy(logits, labels, reduction="sum")
 
     tokens = max(1, CHUNK_LOGITS // head.weight.shape[0])
-    chunks = zip(hidden.flatten(0, 1).split(tokens), labels.flatten().split(tokens))
+    chunks = [*zip(hidden.flatten(0, 1).split(tokens), labels.flatten().split(tokens))]
+    if len(chunks) == 1:  # few enough to keep, rather than to compute again in backward
+        return chunk_loss(*chunks[0])
     return sum(checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks)
 
 

@@ -256,6 +256,8 @@ def test_bucketed_epoch_loses_and_repeats_nothing_within_the_budget():
         edge = EDGES[np.searchsorted(EDGES, length[pieces].max())]
         assert 0 < len(pieces) <= 8192 // edge
         assert np.searchsorted(EDGES, length[pieces]).std() == 0  # one bucket
+    positions = sum(len(pieces) * length[pieces].max() for pieces in micro)
+    assert 1 - length.sum() / positions < 0.03  # padding
     mean = np.array([length[pieces].mean() for pieces in micro])
     for lag in (1, 2, 5):
         assert abs(np.corrcoef(mean[:-lag], mean[lag:])[0, 1]) < 0.08
