@@ -420,6 +420,8 @@ class HuggingFaceTokenizer:
             lacks = "end-of-text (eos) token" if tokenizer.is_fast else "fast implementation"
             raise InputError(f"--tokenizer {name} has no {lacks}")
         self.name, self.tokenizer = name, tokenizer
+        tokenizer.backend_tokenizer.no_truncation()  # as a trainer may have left them
+        tokenizer.backend_tokenizer.no_padding()
         self.vocab_size, self.end_of_text = len(tokenizer), tokenizer.eos_token_id
         definition = tokenizer.backend_tokenizer.to_str().encode()
         self.fingerprint = hashlib.sha256(definition).hexdigest()
@@ -572,11 +574,10 @@ def load_text(config: Any) -> Any:
     return corpus.select_columns([column])
 
 
-def tokenize_batch(table: Any, tokenizer_name: str, fingerprint: str) -> Any:
+def tokenize_batch(table: Any, tokenizer_name: str) -> Any:
     """Arrow table of texts -> table of documents: tokens, bytes of text, digest of content.
 
-    Runs in the worker processes of `datasets.map`. A plain function of plain arguments, since the
-    cache's key is a hash of them; `fingerprint` is there for that alone.
+    Runs in the worker processes of `datasets.map`.
     """
     import pyarrow as pa
 
@@ -596,23 +597,28 @@ def tokenize_batch(table: Any, tokenizer_name: str, fingerprint: str) -> Any:
     return pa.table(columns)
 
 
+TOKENS_VERSION = 1  # raise it with any change of what is cached for the same texts
+
+
 def tokenize_corpus(config: Any) -> list[str]:
     """Tokenize the corpus, once for all runs; returns Arrow files in the Hugging Face cache."""
     tokenizer, corpus = load_tokenizer(config.tokenizer), load_text(config)
-    arguments = {"tokenizer_name": tokenizer.name, "fingerprint": tokenizer.fingerprint}
-    return map_to_files(corpus, tokenize_batch, tokenizer.vocab_size, "bytes", arguments)
+    arguments = {"tokenizer_name": tokenizer.name}
+    return map_to_files(corpus, tokenize_batch, tokenizer, "bytes", arguments)
 
 
 def map_to_files(
-    corpus: Any, function: Callable, vocabulary: int, column: str, arguments: dict[str, Any]
+    corpus: Any, function: Callable, tokenizer: Any, column: str, arguments: dict[str, Any]
 ) -> list[str]:
     """Map Arrow batches of texts, in several processes; returns Arrow files in the cache.
 
-    `function` makes three columns: tokens, digest, and `column`, which is bytes or trained.
+    `function` makes three columns: tokens, digest, and `column`, which is bytes or trained. The
+    cache's key is what the tokenizer does, not where it lies.
     """
     import datasets
 
-    smallest = np.min_scalar_type(vocabulary - 1).name
+    key = [corpus._fingerprint, function.__name__, tokenizer.fingerprint, TOKENS_VERSION]
+    smallest = np.min_scalar_type(tokenizer.vocab_size - 1).name
     features = {
         "tokens": datasets.List(datasets.Value(smallest)),
         "bytes": datasets.Value("int32"),
@@ -627,6 +633,7 @@ def map_to_files(
         remove_columns=corpus.column_names,
         features=datasets.Features(features),
         fn_kwargs=arguments,
+        new_fingerprint=hashlib.sha256(json.dumps(key).encode()).hexdigest()[:32],
         num_proc=processes if processes > 1 else None,
     )
     return [file["filename"] for file in tokenized.cache_files]
@@ -691,8 +698,8 @@ class Documents:
 def split_by_content(digest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of the documents for training and for validation.
 
-    Validation gets the 2 % with the smallest hashes (1 to 5,000 documents). So the split is the
-    same in every run, and equal documents always land on the same side.
+    Validation gets the 2 % with the smallest hashes (1 to 5,000 documents). So the split of the
+    same documents is the same in every run, and equal ones always land on the same side.
     """
     held_out = min(max(1, len(digest) // 50), 5000)
     validation = digest <= np.partition(digest, held_out - 1)[held_out - 1]
@@ -704,19 +711,23 @@ def split_by_content(digest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 # --- Conversations: messages -> tokens, and which of them to learn --------------------------------
 
 ROLES = {"human": "user", "gpt": "assistant"}  # as in ShareGPT's columns
-FORGED = re.compile("\ufdd0(.*?)\ufdd1", re.DOTALL)  # noncharacters, which no text contains
+MARKS = "\ufdd0", "\ufdd1"  # around a special token that a message spells out; no text has them
+NEVER = re.compile("(?!)")
 
 
-def one_of(tokens: set[str]) -> re.Pattern:
-    return re.compile("|".join(re.escape(token) for token in sorted(tokens)))
+def one_of(tokens: Iterable[str]) -> re.Pattern:
+    return re.compile("|".join(re.escape(token) for token in sorted(tokens, reverse=True)))
 
 
 class ChatTokenizer:
     """A tokenizer with a chat template and single tokens for all that stands between the texts.
 
     The tokenizer's own template is used if it marks the assistant's tokens with `{% generation %}`,
-    else `template`. `turn` tokens open and close a turn; `inside` are those that an assistant may
-    use in it. `known` is the number of ids before any were added.
+    else `template`. `turn` tokens open and close a turn; `inside` are others that an assistant may
+    write. `known` is the number of ids before any were added; `end_of_text` ends a learned turn.
+
+    Raises:
+        InputError: no such tokenizer, or its template fails.
     """
 
     def __init__(self, name: str, template: str, turn: tuple[str, ...], inside: tuple[str, ...]):
@@ -730,29 +741,67 @@ class ChatTokenizer:
         own = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
         self.own_template = bool(re.search(r"\{%-?\s*generation\s*-?%\}", own))
         self.added = [t for t in (*turn, *inside) if t not in tokenizer.added_tokens_encoder]
-        if tokenizer.pad_token_id in (None, tokenizer.eos_token_id):
-            self.added.append("<|pad|>")
-            tokenizer.pad_token = "<|pad|>"
-        new = [AddedToken(token, special=True, normalized=False) for token in self.added]
-        tokenizer.add_tokens(new, special_tokens=True)
+
+        def add(*tokens: str) -> None:  # or make special, if there already
+            new = [AddedToken(token, special=True, normalized=False) for token in tokens]
+            tokenizer.add_tokens(new, special_tokens=True)
+
+        add(*turn, *inside)
         tokenizer.split_special_tokens = False  # the template's are to be parsed
+        special = {tokenizer.eos_token, tokenizer.bos_token, *turn}
+        ends = {tokenizer.eos_token_id}
         if not self.own_template:
-            tokenizer.chat_template = template
+            begins = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+            tokenizer.chat_template = "{{- bos_token -}}" * begins + template
             tokenizer.eos_token = turn[-1]
-        special = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
-        self.forgeable = one_of(special)  # what a message must not bring along
-        self.forgeable_by_assistant = one_of(special - {*inside})
-        self.vocab_size, self.padding = len(tokenizer), tokenizer.pad_token_id
+
+        self.plain: dict[str, list[int]] = {}  # ids of a special token that is spelled out
+        self.forged = self.forged_by_assistant = self.forged_in_text = NEVER
         sample = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         try:
             ids, learned = self.encode(sample)
-        except TemplateError as error:
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise InputError(f"--tokenizer {name}: its chat template fails: {error}") from error
-        ends = [i for i in ids[learned] if i in tokenizer.added_tokens_decoder]
-        self.learns_to_stop = bool(ends)
-        self.end_of_text = int(ends[-1]) if ends else tokenizer.eos_token_id
-        definition = tokenizer.backend_tokenizer.to_str() + tokenizer.chat_template
-        self.fingerprint = hashlib.sha256(definition.encode()).hexdigest()
+        known = tokenizer.added_tokens_decoder
+        last = [int(i) for i in ids[learned] if int(i) in known or tokenizer.decode(i).strip()][-1:]
+        self.learns_to_stop = bool(last) and last[0] in known
+        self.end_of_text = last[0] if self.learns_to_stop else tokenizer.eos_token_id
+        ends |= {tokenizer.eos_token_id, self.end_of_text}
+        if tokenizer.pad_token_id is None or tokenizer.pad_token_id in ends:
+            self.added.append("<|pad|>")
+            add("<|pad|>")
+            tokenizer.pad_token = "<|pad|>"
+        self.vocab_size, self.padding = len(tokenizer), tokenizer.pad_token_id
+
+        # What a message must not bring along: special tokens and what else the template writes.
+        known = tokenizer.added_tokens_decoder
+        special |= {tokenizer.pad_token, *(known[i].content for i in ids[~learned] if i in known)}
+        special |= {known[self.end_of_text].content} if self.end_of_text in known else set()
+        every = special | {token.content for token in known.values() if token.special}
+        self.plain = {token: self.spell(token) for token in every - {None}}
+        self.forged, self.forged_by_assistant = one_of(self.plain), one_of(special - {None})
+        self.forged_in_text = re.compile(
+            f"{MARKS[0]}({self.forged.pattern}){MARKS[1]}|[{MARKS[0]}{MARKS[1]}]"
+        )
+        definition = [tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template]
+        definition.append(json.dumps(tokenizer.special_tokens_map, sort_keys=True))
+        self.fingerprint = hashlib.sha256("\n".join(definition).encode()).hexdigest()
+
+    def spell(self, token: str) -> list[int]:
+        """Ids of a special token as plain text."""
+        backend = self.tokenizer.backend_tokenizer
+        backend.encode_special_tokens = True
+        ids = backend.encode(token, add_special_tokens=False).ids
+        if self.tokenizer.convert_tokens_to_ids(token) in ids:  # it is a word of the vocabulary too
+            parts = (token[:1], token[1:])
+            ids = [i for part in parts for i in backend.encode(part, add_special_tokens=False).ids]
+        backend.encode_special_tokens = False
+        return ids
+
+    def mark(self, text: str, by_assistant: bool) -> str:
+        forged = self.forged_by_assistant if by_assistant else self.forged
+        text = re.sub(f"[{MARKS[0]}{MARKS[1]}]", "", text)
+        return forged.sub(lambda found: MARKS[0] + found[0] + MARKS[1], text)
 
     def encode(self, messages: list[dict[str, str]]) -> tuple[np.ndarray, np.ndarray]:
         """Ids of a conversation, and whether each is to be learned: bool, same length.
@@ -761,27 +810,32 @@ class ChatTokenizer:
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        plain = []
-        for message in messages:
-            thinks = message["role"] == "assistant"
-            forgeable = self.forgeable_by_assistant if thinks else self.forgeable
-            content = re.sub("[\ufdd0\ufdd1]", "", message["content"])
-            content = forgeable.sub(lambda found: f"\ufdd0{found[0]}\ufdd1", content)
-            plain.append(message | {"content": content})
+        marked = [
+            {
+                "role": self.mark(message["role"], False),
+                "content": self.mark(message["content"], message["role"] == "assistant"),
+            }
+            for message in messages
+        ]
         [rendered], [spans] = render_jinja_template(
-            [plain],
+            [marked],
             chat_template=self.tokenizer.chat_template,
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
         )
-        backend, ids, offsets, position = self.tokenizer.backend_tokenizer, [], [], 0
-        for i, piece in enumerate(FORGED.split(rendered)):  # text, forged token, text, ...
-            backend.encode_special_tokens = i % 2 == 1
-            encoding = backend.encode(piece, add_special_tokens=False)
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []  # of each token, in characters
+        position = 0
+        for found in [*self.forged_in_text.finditer(rendered), None]:
+            text = rendered[position : found.start()] if found else rendered[position:]
+            encoding = self.tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
             ids += encoding.ids
             offsets += [(position + start, position + stop) for start, stop in encoding.offsets]
-            position += len(piece) + 1
-        backend.encode_special_tokens = False
+            if found:
+                spelled = self.plain.get(found[1], [])  # none for a mark that lost its partner
+                ids += spelled
+                offsets += [found.span()] * len(spelled)
+                position = found.end()
         start, stop = np.array(offsets, np.int64).reshape(-1, 2).T
         learned = np.zeros(len(ids), bool)
         for begin, end in spans:
@@ -807,6 +861,8 @@ def messages_of(row: dict[str, Any]) -> list[dict[str, str]]:
     for part in parts:
         role, content = part.get("role") or part.get("from"), part.get("content")
         content = part.get("value") if content is None else content
+        if content is None and part.get("tool_calls"):
+            return []  # to learn an empty answer in its place would be wrong
         if isinstance(content, list):  # of parts, as multimodal templates have them
             content = "".join(piece.get("text") or "" for piece in content)
         messages.append({"role": ROLES.get(role, role), "content": content or ""})
@@ -829,7 +885,7 @@ def load_conversations_table(config: Any) -> Any:
         )
     corpus = corpus.select_columns(columns)
     try:
-        fits = not len(corpus) or messages_of(corpus[0])
+        fits = any(messages_of(row) for row in corpus.select(range(min(100, len(corpus)))))
     except (AttributeError, TypeError):
         fits = False
     if not fits:
@@ -840,11 +896,11 @@ def load_conversations_table(config: Any) -> Any:
     return corpus
 
 
-def tokenize_conversations(table: Any, tokenizer: tuple, fingerprint: str) -> Any:
+def tokenize_conversations(table: Any, tokenizer: tuple) -> Any:
     """Arrow table of conversations -> tokens, which of them are trained on, digest of content.
 
-    As `tokenize_batch`; `tokenizer` has the arguments of ChatTokenizer. What the template refuses
-    becomes a conversation without tokens.
+    As `tokenize_batch`; `tokenizer` has the arguments of ChatTokenizer. What is no conversation, or
+    is refused by the template, becomes one without tokens.
     """
     import pyarrow as pa
     from jinja2 import TemplateError
@@ -852,14 +908,16 @@ def tokenize_conversations(table: Any, tokenizer: tuple, fingerprint: str) -> An
     chat, none = load_chat_tokenizer(*tokenizer), np.zeros(0, np.int64)
     ids, learned, digests = [none], [none.astype(bool)], b""
     for row in table.to_pylist():
-        messages = messages_of(row)
+        encoded = none, none.astype(bool)
         try:
-            encoded = chat.encode(messages) if messages else (none, none.astype(bool))
-        except TemplateError:
-            encoded = none, none.astype(bool)
+            if messages := messages_of(row):
+                encoded = chat.encode(messages)
+        except (TemplateError, AttributeError, TypeError, ValueError, KeyError):
+            pass  # counted, and said at the start of the run
         ids.append(encoded[0])
         learned.append(encoded[1])
-        digests += hashlib.blake2b(json.dumps(messages).encode(), digest_size=8).digest()
+        content = json.dumps(row, default=str).encode()
+        digests += hashlib.blake2b(content, digest_size=8).digest()
     offsets = np.cumsum([len(part) for part in ids], dtype=np.int32)
     flat = np.concatenate(ids).astype(np.min_scalar_type(chat.vocab_size - 1))
     columns = {
@@ -1179,8 +1237,9 @@ def load_conversations(
 
     def tokenize() -> list[str]:
         chat, corpus = load_chat_tokenizer(*settings), load_conversations_table(config)
-        arguments = {"tokenizer": settings, "fingerprint": chat.fingerprint}
-        return map_to_files(corpus, tokenize_conversations, chat.vocab_size, "trained", arguments)
+        return map_to_files(
+            corpus, tokenize_conversations, chat, "trained", {"tokenizer": settings}
+        )
 
     settings = (config.tokenizer, template, turn, inside)
     documents = Documents(first_on_each_node(tokenize))
@@ -1194,6 +1253,7 @@ def describe_conversations(
     """What the data and its template are, and one conversation with the learned tokens marked."""
     lengths, longest = training.documents.lengths, config.bucket_edges[-1]
     numbers = [len(batches.pieces.length) for batches in (training, validation)]
+    refused = int((lengths == 0).sum())
     on, off, marks = "[[", "]]", "in [[ ]]"
     if sys.stdout.isatty():
         on, off, marks = "\033[32m", "\033[0m", "in green"
@@ -1208,16 +1268,15 @@ def describe_conversations(
         example += f"{on}{text}{off}" if learned[begin] else text
     lines = [
         f"data       {numbers[0]:,} conversations, {numbers[1]:,} more for validation; "
-        f"{(lengths - 1 > longest).sum():,} cut to {longest:,} tokens, "
-        f"{len(lengths) - sum(numbers):,} left out (nothing to learn in them)",
+        f"{(lengths - 1 > longest).sum():,} cut to {longest:,} tokens; left out: {refused:,} that "
+        f"are none or that the template refuses, {len(lengths) - sum(numbers) - refused:,} with "
+        "nothing to learn",
         f"template   {'the tokenizer' if chat.own_template else 'this script'}'s own; "
         f"added to the tokenizer: {' '.join(chat.added) or 'nothing'}",
         f"--- an example; learned is what stands {marks}\n{example.rstrip()}\n---",
     ]
     if not chat.learns_to_stop:
         lines.append("the template leaves the end of a turn out: the model will not learn to stop")
-    if not config.init_from:
-        lines.append("no --init_from: starting from random weights")
     return "\n".join(lines)
 
 
@@ -1227,7 +1286,11 @@ def split_batches(documents: Documents, config: Any, device: torch.device, paddi
     if documents.bytes is None:
         usable = truncate(documents, usable, config.bucket_edges[-1]).document
         if not len(usable):
-            raise InputError("--dataset: no conversation holds anything to learn")
+            refused = (documents.lengths == 0).sum()
+            raise InputError(
+                f"--dataset: no conversation holds anything to learn; {refused} of "
+                f"{len(documents.lengths)} are none or are refused by the chat template"
+            )
     split = split_by_content(documents.digest[usable])
     return [Batches(documents, usable[chosen], config, device, padding) for chosen in split]
 
@@ -1416,6 +1479,14 @@ def load_weights(
         except Exception as error:  # of the hub client and its HTTP library
             raise InputError(f"--init_from {name}: {' '.join(str(error).split())}") from error
 
+    def old_rows(number: int, tensor: torch.Tensor) -> torch.Tensor:
+        if not known <= number <= len(tensor):
+            raise InputError(
+                f"--init_from {name}: a vocabulary of {number} rows does not fit the {known} ids "
+                f"of --tokenizer and the {len(tensor)} rows of --model"
+            )
+        return torch.empty(number, tensor.shape[1])
+
     def take(state: dict[str, Any]) -> None:
         for key, tensor in growing.items():
             grown = draw_new_rows(state[key], known, vocabulary, len(tensor)).to(tensor.device)
@@ -1432,7 +1503,7 @@ def load_weights(
     if is_checkpoint(Path(name)):
         path = find_checkpoint(name)
         rows = AutoConfig.from_pretrained(path / "hf").vocab_size
-        wanted |= {key: torch.empty(rows, tensor.shape[1]) for key, tensor in growing.items()}
+        wanted |= {key: old_rows(rows, tensor) for key, tensor in growing.items()}
         read_weights(path, wanted)
         take(wanted)
         return
@@ -1441,8 +1512,8 @@ def load_weights(
     for path in Path(directory).glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             stored |= {key: file.get_slice(key).get_shape() for key in file.keys()}
-    for key, tensor in growing.items():
-        wanted[key] = torch.empty(stored.get(key, [0])[0], tensor.shape[1])
+    for key in growing.keys() & stored.keys():
+        wanted[key] = old_rows(stored[key][0], growing[key])
     problems = {
         "lack": sorted(wanted.keys() - stored.keys()),
         "also hold": sorted(stored.keys() - state.keys()),
@@ -1630,6 +1701,7 @@ class Checkpoints:
 
         self.run, self.config, self.directory = run, run.config, run.directory / "checkpoints"
         shape.bos_token_id, shape.eos_token_id = None, tokenizer.end_of_text  # where to stop
+        shape.pad_token_id = None  # transformers would freeze its embedding, whatever it is
         self.shape, self.tokenizer = shape, tokenizer
         self.contents = {
             "model": json.loads(shape.to_json_string(use_diff=False)),
@@ -1673,6 +1745,8 @@ class Checkpoints:
                 raise InputError(f"--resume {wanted}: the checkpoint is damaged, {problem}")
         mine = chosen is not None and chosen.resolve().parent == self.directory.resolve()
         if chosen is not None:
+            unused = "; --init_from is not read again" if self.config.init_from else ""
+            self.run.say(f"going on from {chosen}{unused}")
             description = read_description(chosen)
             self.refuse_difference(chosen, description)
             self.run.progress = Progress(**description["progress"])

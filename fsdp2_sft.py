@@ -166,7 +166,8 @@ def architecture(config: Config, vocabulary: int, known: int) -> PreTrainedConfi
     """
     if config.model not in SHAPES:
         shape = common.read_architecture(config, known)
-        shape.vocab_size = max(shape.vocab_size, math.ceil(vocabulary / 64) * 64)
+        if vocabulary > shape.vocab_size:
+            shape.vocab_size = math.ceil(vocabulary / 64) * 64
         return shape
     hidden, feed_forward, blocks, heads, rotary_base, initial_std = SHAPES[config.model]
     return Qwen2Config(
@@ -439,6 +440,8 @@ def main() -> None:
         load_checkpoint(state, config, checkpoints.resumed)
     elif config.init_from:
         common.load_weights(model, config.init_from, tokenizer.known, tokenizer.vocab_size)
+    else:
+        run.say("no --init_from: starting from random weights")
     save = partial(save_checkpoint, state, config, checkpoints.stager)
     run.start(shape, optimizer)
     if config.steps == 0:  # a prepared start, to resume from in place of --init_from
