@@ -30,6 +30,12 @@ def faulty(ranks: int, faults: list[dict], flags: dict, script: str = "fsdp2_pre
     return launch(ranks, script, flags, faults)
 
 
+def faulty_under_torchrun(faults: list[dict], flags: dict, *options: str):
+    """The same under torchrun itself, which restarts ranks and holds the store they report to."""
+    words = ["tests/faults.py", "fsdp2_pretrain", json.dumps(faults), *arguments(flags)]
+    return torchrun(2, *options, *words)
+
+
 def kept(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
@@ -138,8 +144,7 @@ def test_torchrun_restarts_go_on_from_the_newest_checkpoint(flags, whole, tmp_pa
         {"call": "Run.log_step", "number": 3, "rank": 0, "restart": 1, "do": "raise"},
     ]
     flags = flags | {"run_dir": tmp_path, "resume": "never"}
-    words = ["tests/faults.py", "fsdp2_pretrain", json.dumps(faults), *arguments(flags)]
-    done = torchrun(2, "--max-restarts=3", *words)
+    done = faulty_under_torchrun(faults, flags, "--max-restarts=3")
     assert done.returncode == 0, done.stderr
     assert "ValueError: a fault on purpose" in done.stderr
     assert losses(tmp_path) == losses(whole) and same(tmp_path, whole)
@@ -182,7 +187,7 @@ def test_a_stalled_rank_is_named(flags, tmp_path, script):
 @pytest.mark.drill  # torchrun waits 30 seconds for the frozen one
 def test_a_frozen_rank_is_named_by_the_others(flags, tmp_path):
     fault = {"call": "Run.log_step", "number": 3, "rank": 0, "do": "freeze"}
-    done = faulty(2, [fault], flags | {"run_dir": tmp_path, "timeout_minutes": 0.1})
+    done = faulty_under_torchrun([fault], flags | {"run_dir": tmp_path, "timeout_minutes": 0.1})
     assert done.returncode == 1
     assert re.search("error: step [34] stalled .*: rank 0 did not arrive", done.stderr)
 
