@@ -1,0 +1,195 @@
+"""The scripts against bare loops of their strategies and against the libraries people would pick.
+
+    python -m venv .peers && .peers/bin/pip install -r bench/requirements.txt
+    python bench/compare.py [ROUNDS]
+
+One model, Qwen2's shape with 4 layers of width 256, in fp32 on 2 gloo ranks with one thread each;
+contestants in turn, ROUNDS times. Pretraining: rows of 256 tokens, 8 a rank; the same rows from the
+same weights, so that all must show the same losses. Fine-tuning: 2,000 conversations of up to 2,048
+bytes, about 8,000 tokens a step. Prints tokens per second without padding (the first steps left
+out) and ratios to the reference of the same round; writes docs/compare.json.
+"""
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+import common  # noqa: E402
+import ddp_pretrain  # noqa: E402
+import fsdp2_sft  # noqa: E402
+
+SKIPPED = 4  # steps that are not timed
+PEERS = "python -m venv .peers && .peers/bin/pip install -r bench/requirements.txt"
+STRATEGIES = ["ddp", "fsdp1", "fsdp2"]
+PRETRAINING = {  # contestant -> what it is compared with
+    **{f"bare {name}": f"bare {name}" for name in STRATEGIES},
+    **{f"{name}_pretrain": f"bare {name}" for name in STRATEGIES},
+    "trainer ddp": "bare ddp",
+}
+FINE_TUNING = {
+    "trl default": "trl grouped",
+    "trl grouped": "trl grouped",
+    "trl packed": "trl packed",
+    "fsdp2_sft bucketed": "trl grouped",
+    "fsdp2_sft packed": "trl packed",
+}
+FLAGS: dict[str, Any] = {
+    "learning_rate": 1e-3, "min_learning_rate": 1e-3, "warmup_steps": 0, "weight_decay": 0,
+    "grad_clip": 0, "eval_every": 10**6, "eval_batches": 2, "checkpoint_every": 10**6,
+    "resume": "never",
+}  # fmt: skip
+
+
+def words(flags: dict[str, Any]) -> list[str]:
+    made = []
+    for name, value in flags.items():
+        made += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    return made
+
+
+def save_weights(folder: Path) -> None:
+    shape = Qwen2Config(
+        vocab_size=512, hidden_size=256, intermediate_size=1024, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(shape).save_pretrained(folder / "weights")
+
+
+def prepare_pretraining(folder: Path, steps: int = 30) -> None:
+    """Documents that fill a row each, and the rows in the order of our batch plan."""
+    save_weights(folder)
+    text = "".join(Path(f).read_text("ascii", "ignore") for f in common.standard_library_files())
+    with open(folder / "rows.jsonl", "w") as file:
+        for i in range(800):  # 784 to train on, so that all micro-batches are full
+            file.write(json.dumps({"text": text[256 * i : 256 * i + 256]}) + "\n")
+    flags = {
+        "dataset": str(folder / "rows.jsonl"), "tokenizer": "bytes", "bucket_edges": [256],
+        "micro_batch_tokens": 2048, "global_batch_tokens": 4096,
+    }  # fmt: skip
+    config = ddp_pretrain.Config(**flags)
+    _, training, _ = common.load_batches(config, torch.device("cpu"))
+    rows = []
+    for k in range(2 * steps):
+        batch = training.collate(training.micro_batch(k))
+        rows.append(torch.cat([batch["input_ids"], batch["labels"][:, -1:]], dim=1))
+    torch.save(torch.stack(rows).view(steps, 16, 257), folder / "rows.pt")
+    flags |= FLAGS | {"init_from": folder / "weights", "steps": steps}
+    given = {f"{name}_pretrain": words(flags | {"run_dir": folder / name}) for name in STRATEGIES}
+    settings = {"learning_rate": FLAGS["learning_rate"], "flags": given}
+    (folder / "settings.json").write_text(json.dumps(settings))
+
+
+def prepare_fine_tuning(folder: Path, steps: int = 16) -> None:
+    """Conversations, a tokenizer with our template, and those of them that ours trains on."""
+    save_weights(folder)
+    files = common.standard_library_files()
+    rows = [*common.docstring_conversations(files, "")]
+    rows = [row for row in rows if sum(len(m["content"].encode()) for m in row["messages"]) < 1950]
+    rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))[:2000]]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (folder / "conversations.jsonl").write_text("".join(lines))
+    flags = {"dataset": str(folder / "conversations.jsonl"), "tokenizer": "bytes"}
+    config = fsdp2_sft.Config(**flags)
+    chat, training, _ = common.load_conversations(
+        config, torch.device("cpu"), fsdp2_sft.TEMPLATE, fsdp2_sft.TURN, fsdp2_sft.INSIDE
+    )
+    chat.to_transformers().save_pretrained(folder / "weights")
+    chosen = [lines[i] for i in np.sort(training.pieces.document)]
+    (folder / "trained.jsonl").write_text("".join(chosen))
+    print(f"{len(chosen)} conversations, {training.pieces.labels.sum():,} tokens to learn")
+    flags |= FLAGS | {"init_from": folder / "weights", "steps": steps}
+    flags |= {"tokenizer": folder / "weights"}
+    given = {
+        f"fsdp2_sft {batching}": words(flags | {"batching": batching, "run_dir": folder / batching})
+        for batching in ("bucketed", "packed")
+    }
+    rows_per_rank = round(8000 / training.pieces.length.mean() / 2)
+    settings = {"learning_rate": FLAGS["learning_rate"], "flags": given, "steps": steps}
+    settings |= {"rows_per_rank": rows_per_rank}
+    (folder / "settings.json").write_text(json.dumps(settings))
+
+
+def run(python: str, folder: Path, name: str, ranks: int = 2) -> dict[str, Any]:
+    """One contestant, as contestant.py notes it."""
+    out = folder / "out.json"
+    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(ROOT / "bench/contestant.py"), str(out), str(folder), name]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{name}: {done.stderr[-8000:]}")
+    return json.loads(out.read_text())
+
+
+def contest(contestants: dict[str, str], rounds: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """Run all in turn, print the table; returns it."""
+    rates: dict[str, list[float]] = {name: [] for name in contestants}
+    last: dict[str, dict[str, Any]] = {}
+    for _ in range(rounds):
+        for name in contestants:
+            peer = name.split()[0] in ("trainer", "trl")
+            last[name] = run(
+                str(ROOT / ".peers/bin/python") if peer else sys.executable, folder, name
+            )
+            tokens, seconds = (sum(last[name][key][SKIPPED:]) for key in ("tokens", "seconds"))
+            rates[name].append(tokens / seconds)
+            print(f"{name}: {rates[name][-1]:,.0f} tokens/s", flush=True)
+    table = {}
+    print("| | tokens/s | ratio to | | padding | peak GiB of a rank | first and last loss |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for name, reference in contestants.items():
+        seen = last[name]
+        row = {
+            "tokens_per_second": statistics.median(rates[name]),
+            "reference": reference,
+            "ratio": statistics.median(a / b for a, b in zip(rates[name], rates[reference])),
+            "padding": seen.get("padding", 0.0),
+            "peak_gib": seen["peak_gib"],
+            "losses": seen["losses"],
+            "all": rates[name],
+            "learned": seen.get("learned"),
+        }
+        table[name] = row
+        ends = " ".join(
+            f"{loss:.4f}" for loss in (seen["losses"] or [])[:: len(seen["losses"]) - 1]
+        )
+        print(
+            f"| {name} | {row['tokens_per_second']:,.0f} | {reference} | {row['ratio']:.2f} | "
+            f"{100 * row['padding']:.1f} % | {row['peak_gib']:.2f} | {ends} |"
+        )
+    return table
+
+
+def main() -> None:
+    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    if not (ROOT / ".peers/bin/python").exists():
+        raise SystemExit(f"first: {PEERS}")
+    result: dict[str, Any] = {
+        "cores": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__,
+    }  # fmt: skip
+    works = {
+        "pretraining": (prepare_pretraining, PRETRAINING),
+        "fine-tuning": (prepare_fine_tuning, FINE_TUNING),
+    }
+    for work, (prepare, contestants) in works.items():
+        with tempfile.TemporaryDirectory() as folder:
+            prepare(Path(folder))
+            result[work] = contest(contestants, rounds, Path(folder))
+    (ROOT / "docs/compare.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

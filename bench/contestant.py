@@ -1,0 +1,226 @@
+"""One contestant of bench/compare.py on one rank of a torchrun launch: trains, notes times, losses.
+
+    torchrun ... bench/contestant.py OUT FOLDER NAME
+
+FOLDER holds `weights` (a Hugging Face model), `rows.pt` (int64 [steps, rows of all ranks, 257]) and
+`settings.json`. The scripts run as they are: only the end of a step is noted. A bare loop is the
+strategy and nothing else. Runs in either environment: ours for `bare` and scripts, the peers' for
+`trainer` and `trl`.
+"""
+
+import json
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).parents[1]
+
+
+class Notes:
+    """When each step ended, and its loss."""
+
+    def __init__(self) -> None:
+        self.times = [time.perf_counter()]
+        self.losses: list[Any] = []
+        self.tokens: list[int] = []  # read by all ranks, without padding
+        self.more: dict[str, Any] = {}
+
+    def step(self, loss: Any = None, tokens: int = 0) -> None:
+        self.times.append(time.perf_counter())
+        self.losses.append(loss)
+        self.tokens.append(tokens)
+
+    def write(self, out: str) -> None:
+        if int(os.environ["RANK"]) == 0:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            seconds = [b - a for a, b in zip(self.times, self.times[1:])]
+            seen = {"seconds": seconds, "losses": self.losses, "tokens": self.tokens}
+            Path(out).write_text(json.dumps(seen | {"peak_gib": peak} | self.more))
+
+
+def script(name: str, folder: Path, notes: Notes, flags: list[str]) -> None:
+    """One of ours; `main` is the script's own."""
+    sys.path.insert(0, str(ROOT))
+    import importlib
+
+    import common
+
+    log_step = common.Run.log_step
+
+    def noted(run: Any, step: int, batch: Any, loss: float, *arguments: Any) -> None:
+        log_step(run, step, batch, loss, *arguments)
+        notes.step(loss, batch.tokens)
+        padding.append(batch.fractions["padding_fraction"])
+        waited.append(arguments[-1] / arguments[-2])
+
+    padding: list[float] = []
+    waited: list[float] = []  # for data, of the time of the step
+    common.Run.log_step = noted
+    common.export = common.Run.finish = lambda *_: None  # only training is compared
+    sys.argv = [f"{name}.py", *flags]
+    importlib.import_module(name).main()
+    notes.more = {
+        "padding": sum(padding) / len(padding),
+        "waited": sorted(waited)[len(waited) // 2],
+    }
+
+
+def bare(strategy: str, folder: Path, notes: Notes, settings: dict[str, Any]) -> None:
+    """The strategy, AdamW and the rows: what a tutorial of PyTorch shows."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+    from torch.nn import functional as F
+    from torch.nn.parallel import DistributedDataParallel
+    from transformers import AutoModelForCausalLM
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    model = AutoModelForCausalLM.from_pretrained(folder / "weights", dtype=torch.float32)
+    if strategy == "ddp":
+        model = DistributedDataParallel(model)
+    elif strategy == "fsdp1":
+        policy = ModuleWrapPolicy({Qwen2DecoderLayer})
+        cpu = torch.device("cpu")
+        model = FullyShardedDataParallel(
+            model, auto_wrap_policy=policy, use_orig_params=True, device_id=cpu
+        )
+    else:
+        for block in model.model.layers:
+            fully_shard(block)
+        fully_shard(model)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=settings["learning_rate"], betas=(0.9, 0.95), weight_decay=0.0,
+        fused=True,
+    )  # fmt: skip
+    rows = torch.load(folder / "rows.pt").chunk(ranks, dim=1)[rank]  # [steps, rows, 257]
+    dist.barrier()
+    notes.times = [time.perf_counter()]
+    for batch in rows:
+        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        notes.step(loss.detach(), batch[:, 1:].numel() * ranks)
+    losses = torch.stack(notes.losses)
+    dist.all_reduce(losses)
+    notes.losses = (losses / ranks).tolist()
+
+
+def trainer(strategy: str, folder: Path, notes: Notes, settings: dict[str, Any]) -> None:
+    """transformers' Trainer on the same rows in the same order."""
+    from torch.utils.data import TensorDataset
+    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            notes.times = [time.perf_counter()]
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            notes.step(tokens=rows.shape[1] * 256)
+
+        def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+            if "loss" in logs:
+                notes.losses[len([x for x in notes.losses if x is not None])] = logs["loss"]
+
+    rows = torch.load(folder / "rows.pt")
+    ranks = int(os.environ["WORLD_SIZE"])
+    # The sampler deals single batches out to the ranks in turn.
+    arguments = TrainingArguments(
+        output_dir=str(folder / "trainer"), per_device_train_batch_size=rows.shape[1] // ranks,
+        max_steps=len(rows), learning_rate=settings["learning_rate"], lr_scheduler_type="constant",
+        weight_decay=0.0, adam_beta2=0.95, max_grad_norm=0.0, logging_steps=1, report_to=[],
+        save_strategy="no", use_cpu=True, train_sampling_strategy="sequential", bf16=False,
+        disable_tqdm=True, optim="adamw_torch_fused", dataloader_drop_last=True,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_pretrained(folder / "weights", dtype=torch.float32)
+    data = TensorDataset(rows.flatten(0, 1))
+
+    def collate(chosen: list) -> dict[str, torch.Tensor]:
+        ids = torch.stack([row for (row,) in chosen])
+        return {"input_ids": ids[:, :-1], "shift_labels": ids[:, 1:], "labels": ids[:, 1:]}
+
+    made = Trainer(model, arguments, train_dataset=data, data_collator=collate, callbacks=[Clock()])
+    made.train()
+
+
+def trl(mode: str, folder: Path, notes: Notes, settings: dict[str, Any]) -> None:
+    """TRL's SFTTrainer on the conversations that ours trains on, loss on the assistant's tokens."""
+    from datasets import load_dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    rows = settings["rows_per_rank"]
+    modes: dict[str, dict[str, Any]] = {
+        "default": {"per_device_train_batch_size": rows, "max_length": 2048},
+        "grouped": {
+            "per_device_train_batch_size": rows, "max_length": 2048,
+            "train_sampling_strategy": "group_by_length",
+        },
+        "packed": {"per_device_train_batch_size": 1, "max_length": 4096, "packing": True},
+    }  # fmt: skip
+    arguments = SFTConfig(
+        output_dir=str(folder / "trl"), max_steps=settings["steps"], report_to=[], use_cpu=True,
+        learning_rate=settings["learning_rate"], lr_scheduler_type="constant", weight_decay=0.0,
+        max_grad_norm=0.0, adam_beta2=0.95, logging_steps=1, save_strategy="no", bf16=False,
+        disable_tqdm=True, optim="adamw_torch_fused", assistant_only_loss=True,
+        gradient_checkpointing=False, **modes[mode],
+    )  # fmt: skip
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            notes.times = [time.perf_counter()]
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            notes.step(tokens=read.pop(), loss=None)
+
+    class Counting(SFTTrainer):
+        def training_step(self, model: Any, inputs: dict, *more: Any) -> torch.Tensor:
+            mask = inputs.get("attention_mask")
+            read.append(int(inputs["input_ids"].numel() if mask is None else mask.sum()))
+            positions.append(inputs["input_ids"].numel())
+            return super().training_step(model, inputs, *more)
+
+    read: list[int] = []
+    positions: list[int] = []
+    model = AutoModelForCausalLM.from_pretrained(folder / "weights", dtype=torch.float32)
+    made = Counting(
+        model, arguments, callbacks=[Clock()],
+        train_dataset=load_dataset("json", data_files=str(folder / "trained.jsonl"), split="train"),
+        processing_class=AutoTokenizer.from_pretrained(folder / "weights"),
+    )  # fmt: skip
+    learned = sum(label != -100 for row in made.train_dataset["labels"] for label in row)
+    made.train()
+    counts = torch.tensor([notes.tokens, positions])
+    dist.all_reduce(counts)
+    notes.tokens, notes.losses = counts[0].tolist(), []
+    notes.more = {"padding": 1 - int(counts[0].sum()) / int(counts[1].sum()), "learned": learned}
+
+
+def main() -> None:
+    out, folder, name = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    settings = json.loads((folder / "settings.json").read_text())
+    notes = Notes()
+    kind, _, strategy = name.partition(" ")
+    if kind == "bare":
+        bare(strategy, folder, notes, settings)
+    elif kind == "trainer":
+        trainer(strategy, folder, notes, settings)
+    elif kind == "trl":
+        trl(strategy, folder, notes, settings)
+    else:
+        script(kind, folder, notes, settings["flags"][name])
+    notes.write(out)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
