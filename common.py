@@ -454,6 +454,7 @@ def load_tokenizer(name: str) -> TiktokenTokenizer | HuggingFaceTokenizer:
 
 # --- Corpus: text -> tokens on disk ---------------------------------------------------------------
 
+CACHE_VERSION = 1  # raise it with any change of what is cached for the same texts
 READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text"}
 
 
@@ -551,7 +552,10 @@ def open_dataset(config: Any) -> Any:
         if name in EMBEDDED:
             return datasets.Dataset.from_generator(
                 EMBEDDED[name],
-                gen_kwargs={"files": standard_library_files(), "version": sys.version},
+                gen_kwargs={
+                    "files": standard_library_files(),
+                    "version": f"{sys.version} {CACHE_VERSION}",
+                },
             )
         if reader:
             return datasets.load_dataset(reader, data_files=name, split=split)
@@ -597,9 +601,6 @@ def tokenize_batch(table: Any, tokenizer_name: str) -> Any:
     return pa.table(columns)
 
 
-TOKENS_VERSION = 1  # raise it with any change of what is cached for the same texts
-
-
 def tokenize_corpus(config: Any) -> list[str]:
     """Tokenize the corpus, once for all runs; returns Arrow files in the Hugging Face cache."""
     tokenizer, corpus = load_tokenizer(config.tokenizer), load_text(config)
@@ -617,7 +618,7 @@ def map_to_files(
     """
     import datasets
 
-    key = [corpus._fingerprint, function.__name__, tokenizer.fingerprint, TOKENS_VERSION]
+    key = [corpus._fingerprint, function.__name__, tokenizer.fingerprint, CACHE_VERSION]
     smallest = np.min_scalar_type(tokenizer.vocab_size - 1).name
     features = {
         "tokens": datasets.List(datasets.Value(smallest)),
@@ -1589,7 +1590,7 @@ def write_sample(directory: Path, prompt: np.ndarray, device: torch.device) -> s
     ids = torch.from_numpy(prompt.astype(np.int64))[None].to(device)
     torch.manual_seed(0)
     room = getattr(model.config, "max_position_embeddings", 4096) - ids.shape[1]
-    options = {"max_new_tokens": min(160, room), "do_sample": True, "temperature": 0.7}
+    options = {"max_new_tokens": max(1, min(160, room)), "do_sample": True, "temperature": 0.7}
     options |= {"attention_mask": torch.ones_like(ids), "pad_token_id": tokenizer.eos_token_id}
     return tokenizer.decode(model.generate(ids, **options)[0])
 
@@ -2361,10 +2362,13 @@ class Watchdog:
             if idle >= 60 * self.minutes * self.patience:
                 self.report(position)
 
-    def report(self, position: list[int]) -> None:
-        self.store.set(f"stalled at step {self.step} {rank()}", json.dumps(position))
+    def dump(self) -> None:
         if self.recorded is not None:
             (self.directory / f"stalled_rank_{rank()}.json").write_bytes(self.recorded())
+
+    def report(self, position: list[int]) -> None:
+        self.store.set(f"stalled at step {self.step} {rank()}", json.dumps(position))
+        threading.Thread(target=self.dump, daemon=True).start()  # the disk may be what hangs
         time.sleep(max(2.0, 3 * self.tick))
         seen = {}
         for other in range(world_size()):

@@ -12,8 +12,6 @@ syncing and what the writing thread takes from the training thread are all in it
 most memory of `common.py export`. Takes 8 GB of disk.
 """
 
-import gc
-import os
 import re
 import statistics
 import subprocess
@@ -26,6 +24,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from pairs import leave
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 
 ROOT = Path(__file__).parents[1]
@@ -157,11 +156,8 @@ def main() -> None:
         device = script.init_process_group(config)
         config.run_dir = common.gather(folder)[0]
         {"lost": lost, "start": start}[sys.argv[1]](config, device)
-        gc.collect()
-        dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)
+        dist.barrier()  # nobody writes into the folder any more
+    leave()
 
 
 if __name__ == "__main__":

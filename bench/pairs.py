@@ -118,6 +118,15 @@ def table(folder: Path, device: torch.device) -> list[list[str]]:
     return rows
 
 
+def leave() -> None:
+    """End this rank in order, once nothing refers to a model any more."""
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def main() -> None:
     device = ddp_pretrain.init_process_group(ddp_pretrain.Config())
     for purpose in common.PATIENT:
@@ -131,11 +140,7 @@ def main() -> None:
         print("| --- " * (2 + len(SCRIPTS)) + "|")
         for row in rows:
             print("| " + " | ".join(row) + " |")
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)
+    leave()
 
 
 if __name__ == "__main__":

@@ -53,6 +53,11 @@ CASES = {
         {"script": "fsdp2_sft"},
         "its columns are text; conversations are looked for in messages, in conversations, or in",
     ),
+    "rows that do not fit": (
+        START
+        | {"script": "fsdp2_sft", "dataset": "FOLDER/talk.jsonl", "model": "FOLDER/fewer_rows"},
+        "a vocabulary of 320 rows does not fit the 257 ids of --tokenizer and the 300 rows",
+    ),
     "broken json": ({"dataset": "FOLDER/broken.jsonl"}, "cannot be read"),
     "broken parquet": ({"dataset": "FOLDER/broken.parquet"}, "cannot be read"),
     "missing column": ({"text_column": "body"}, "--text_column body: .* only text"),
@@ -106,6 +111,7 @@ def commands(tmp_path_factory, corpus, weights_directory) -> dict[str, tuple[str
         "blank.txt": "\n\n\n",
         "one.txt": "one document\n",
         "numbers.jsonl": '{"text": 1}\n{"text": 2}\n',
+        "talk.jsonl": '{"prompt": "a", "completion": "b"}\n{"prompt": "c", "completion": "d"}\n',
         "broken.jsonl": '{"text": "a"}\n{"text": \n',
         "broken.parquet": "this is no parquet file",
         "file": "a file where a directory should be",
@@ -114,6 +120,7 @@ def commands(tmp_path_factory, corpus, weights_directory) -> dict[str, tuple[str
         (folder / name).write_text(content)
     for name, change in {
         "few_ids": {"vocab_size": 256},
+        "fewer_rows": {"vocab_size": 300},
         "short": {"max_position_embeddings": 256},
         "window": {"sliding_window": 128, "use_sliding_window": True},
         "narrow": {"hidden_size": 16},

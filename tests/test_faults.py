@@ -345,6 +345,16 @@ def test_another_world_size_goes_on(flags, whole, tmp_path, ranks, script, style
     assert abs(one["loss"] / other["loss"] - 1) < 1e-4
 
 
+def test_another_weight_decay_holds_after_a_resume(flags, whole, tmp_path):
+    """Hyper-parameters come with the moments, but the flag of the new start counts."""
+    start = {"resume": whole / "checkpoints/step_00000008", "steps": 9}
+    for decay in (0.0, 0.1, 0.5):  # 0.1 is what it was written with
+        change = {"run_dir": tmp_path / str(decay), "weight_decay": decay}
+        assert launch(2, "fsdp2_pretrain", flags | start | change).returncode == 0
+    assert not same(tmp_path / "0.0", tmp_path / "0.1")
+    assert not same(tmp_path / "0.5", tmp_path / "0.1")
+
+
 def test_a_prepared_start_equals_a_direct_one(flags, weights_directory, tmp_path):
     flags = {**flags, "init_from": weights_directory, "tokenizer": "bytes", "steps": 3}
     del flags["model"]
