@@ -148,6 +148,16 @@ def flag(default: Any, help: str) -> Any:
     return HfArg(default=default, help=help)
 
 
+class RowLength(int):
+    """A row length in tokens, or the word `auto`, from the command line."""
+
+    def __new__(cls, text: str) -> "RowLength":
+        return AUTO if text == "auto" else super().__new__(cls, text)
+
+
+AUTO = RowLength("1")  # whatever the number: it is told by identity
+
+
 def parse_config(config_class: type[T]) -> T:
     """Parse the command line into the script's `Config`; InputError names what is off."""
     from transformers import HfArgumentParser
@@ -210,6 +220,8 @@ def check_config(config: Any) -> None:
             f"{config.learning_rate}"
         )
     edges, micro = config.bucket_edges, config.micro_batch_tokens
+    if any(edge is AUTO for edge in edges[1:]) or len(edges) > 2 and edges[0] is AUTO:
+        raise InputError("--bucket_edges auto stands alone or before the longest row")
     if any(a >= b for a, b in zip(edges, edges[1:])):
         raise InputError(f"--bucket_edges {edges} must increase")
     if edges[-1] > micro:
@@ -965,6 +977,38 @@ def truncate(documents: Documents, chosen: np.ndarray, longest: int) -> Pieces:
     return Pieces(chosen[kept], np.zeros_like(kept), length[kept], labels[kept])
 
 
+def choose_edges(length: np.ndarray, micro_batch_tokens: int, most: int = 12) -> list[int]:
+    """Bucket edges that leave the least of the micro-batches unused, `most` of them or fewer.
+
+    A row of a bucket takes micro_batch_tokens // rows positions of a micro-batch, whatever it
+    holds: the rest is padding (where rows are padded to the edge) or not there. Worth trying are
+    the lengths of which one row fewer fits if they grow by one. The best choice among them comes
+    from dynamic programming over the candidates: the cheapest way to serve all lengths up to
+    candidate j with one more edge, the last of them j.
+    """
+    shortest, longest = int(length.min()), int(length.max())
+    candidates = np.unique(micro_batch_tokens // np.arange(1, micro_batch_tokens + 1))
+    inside = (candidates >= shortest) & (candidates < longest)
+    candidates = np.append(candidates[inside], longest)
+    taken = micro_batch_tokens / (micro_batch_tokens // candidates)  # positions of one row
+    upto = np.searchsorted(np.sort(length), candidates, side="right")  # rows of that length or less
+    cost, before = upto * taken, []
+    for _ in range(most - 1):
+        longer = cost[:, None] + (upto[None] - upto[:, None]) * taken[None]  # [edge before, last]
+        longer[np.tril_indices(len(candidates), -1)] = np.inf
+        before.append(longer.argmin(axis=0))
+        cost = longer.min(axis=0)
+    chosen = [len(candidates) - 1]
+    for previous in reversed(before):
+        chosen.append(int(previous[chosen[-1]]))
+    return candidates[np.unique(chosen)].tolist()
+
+
+def cut(documents: Documents, chosen: np.ndarray, longest: int) -> Pieces:
+    """Text is cut into pieces, a conversation loses its end."""
+    return (truncate if documents.bytes is None else cut_into_pieces)(documents, chosen, longest)
+
+
 @dataclasses.dataclass
 class Plan:
     """Micro-batch k of an epoch holds the pieces `order[start[k]:stop[k]]`."""
@@ -1078,7 +1122,6 @@ class Batches:
         self.documents, self.config, self.padding = documents, config, padding
         self.pin, self.of_text = device.type == "cuda", documents.bytes is not None
         self.packed, self.edges = config.batching == "packed", config.bucket_edges
-        cut = cut_into_pieces if self.of_text else truncate
         self.pieces = cut(documents, chosen, self.edges[-1])
         if not len(self.pieces.length):
             raise InputError("--dataset: no document has two tokens or more")
@@ -1282,16 +1325,21 @@ def describe_conversations(
 
 
 def split_batches(documents: Documents, config: Any, device: torch.device, padding: int):
-    """Training batches and validation batches."""
+    """Training batches and validation batches; settles `--bucket_edges auto`."""
+    edges = config.bucket_edges
+    longest = config.micro_batch_tokens if edges[-1] is AUTO else edges[-1]
     usable = np.arange(len(documents.lengths))
     if documents.bytes is None:
-        usable = truncate(documents, usable, config.bucket_edges[-1]).document
+        usable = truncate(documents, usable, longest).document
         if not len(usable):
             refused = (documents.lengths == 0).sum()
             raise InputError(
                 f"--dataset: no conversation holds anything to learn; {refused} of "
                 f"{len(documents.lengths)} are none or are refused by the chat template"
             )
+    if edges[0] is AUTO:
+        lengths = cut(documents, usable, longest).length
+        config.bucket_edges = choose_edges(lengths, config.micro_batch_tokens)
     split = split_by_content(documents.digest[usable])
     return [Batches(documents, usable[chosen], config, device, padding) for chosen in split]
 
@@ -2185,6 +2233,7 @@ class Run:
         self.say(
             f"model      {config.model}: {self.parameters:,} parameters, {flops / 1e6:,.1f} MFLOPs "
             f"a token at length {longest}\n"
+            f"rows       of up to {' '.join(map(str, config.bucket_edges))} tokens\n"
             f"step       {config.global_batch_tokens:,} tokens = {ranks} ranks x {accumulation} "
             f"micro-batches x {config.micro_batch_tokens:,}\n"
             f"each rank  {held:,} parameters: {held / 2**18:,.1f} MiB in fp32, the same for "

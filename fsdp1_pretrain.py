@@ -52,7 +52,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 
 import common
-from common import flag
+from common import RowLength, flag
 
 # --- Config ---------------------------------------------------------------------------------------
 
@@ -66,7 +66,9 @@ class Config:
     dataset_config: str | None = flag(None, "configuration name of a hub dataset")
     dataset_split: str = flag("train", "split, as in datasets.load_dataset")
     text_column: str = flag("text", "column that holds the text")
-    bucket_edges: list[int] = flag([64, 128, 256, 512], "row lengths in tokens; last: the maximum")
+    bucket_edges: list[RowLength] = flag(
+        [64, 128, 256, 512], "row lengths in tokens; last: the maximum; or auto, from the data"
+    )
     batching: Literal["bucketed", "packed"] = flag(
         "bucketed", "rows of like length, or packed rows"
     )

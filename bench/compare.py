@@ -7,16 +7,18 @@ One model, Qwen2's shape with 4 layers of width 256, in fp32 on 2 gloo ranks wit
 contestants in turn, ROUNDS times. Pretraining: rows of 256 tokens, 8 a rank; the same rows from the
 same weights, so that all must show the same losses. Fine-tuning: 2,000 conversations of up to 2,048
 bytes, about 8,000 tokens a step. Prints tokens per second without padding (the first steps left
-out) and ratios to the reference of the same round; writes docs/compare.json.
+out) and ratios to the reference of the same round; writes docs/compare.json and compare.png.
 """
 
 import json
+import math
 import os
 import platform
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +35,12 @@ import fsdp2_sft  # noqa: E402
 SKIPPED = 4  # steps that are not timed
 PEERS = "python -m venv .peers && .peers/bin/pip install -r bench/requirements.txt"
 STRATEGIES = ["ddp", "fsdp1", "fsdp2"]
+BEST = "bf16, compiled"
 PRETRAINING = {  # contestant -> what it is compared with
     **{f"bare {name}": f"bare {name}" for name in STRATEGIES},
     **{f"{name}_pretrain": f"bare {name}" for name in STRATEGIES},
     "trainer ddp": "bare ddp",
+    **{f"{name}_pretrain {BEST}": f"{name}_pretrain" for name in STRATEGIES},
 }
 FINE_TUNING = {
     "trl default": "trl grouped",
@@ -87,7 +91,11 @@ def prepare_pretraining(folder: Path, steps: int = 30) -> None:
         rows.append(torch.cat([batch["input_ids"], batch["labels"][:, -1:]], dim=1))
     torch.save(torch.stack(rows).view(steps, 16, 257), folder / "rows.pt")
     flags |= FLAGS | {"init_from": folder / "weights", "steps": steps}
-    given = {f"{name}_pretrain": words(flags | {"run_dir": folder / name}) for name in STRATEGIES}
+    given = {}
+    for name in STRATEGIES:
+        own = words(flags | {"run_dir": folder / name})
+        given[f"{name}_pretrain"] = own
+        given[f"{name}_pretrain {BEST}"] = [*own, "--precision", "bf16", "--compile"]
     settings = {"learning_rate": FLAGS["learning_rate"], "flags": given}
     (folder / "settings.json").write_text(json.dumps(settings))
 
@@ -111,14 +119,17 @@ def prepare_fine_tuning(folder: Path, steps: int = 16) -> None:
     (folder / "trained.jsonl").write_text("".join(chosen))
     print(f"{len(chosen)} conversations, {training.pieces.labels.sum():,} tokens to learn")
     flags |= FLAGS | {"init_from": folder / "weights", "steps": steps}
-    flags |= {"tokenizer": folder / "weights"}
+    flags |= {"tokenizer": folder / "weights", "reshard_after_forward": False}
+    bucketed = {"bucket_edges": ["auto", 2048], "micro_batch_tokens": 2304}
+    bucketed |= {"global_batch_tokens": 4 * 2304}
     given = {
-        f"fsdp2_sft {batching}": words(flags | {"batching": batching, "run_dir": folder / batching})
-        for batching in ("bucketed", "packed")
+        "fsdp2_sft bucketed": words(flags | bucketed | {"run_dir": folder / "bucketed"}),
+        "fsdp2_sft packed": words(flags | {"batching": "packed", "run_dir": folder / "packed"}),
     }
     rows_per_rank = round(8000 / training.pieces.length.mean() / 2)
     settings = {"learning_rate": FLAGS["learning_rate"], "flags": given, "steps": steps}
-    settings |= {"rows_per_rank": rows_per_rank}
+    learned = int(training.pieces.labels.sum())
+    settings |= {"rows_per_rank": rows_per_rank, "learned": learned}
     (folder / "settings.json").write_text(json.dumps(settings))
 
 
@@ -134,6 +145,19 @@ def run(python: str, folder: Path, name: str, ranks: int = 2) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
+def prove_equal_work(seen: dict[str, dict[str, Any]], settings: dict[str, Any]) -> None:
+    """Pretraining: the losses of every step are equal. Fine-tuning: so many tokens are learned."""
+    for name, one in seen.items():
+        if "learned" in settings:
+            equal = one.get("learned", settings["learned"]) == settings["learned"]
+        else:
+            within = 0.05 if BEST in name else 1e-3  # bf16 rounds to 3 digits
+            pairs = zip(one["losses"], seen["bare ddp"]["losses"])
+            equal = all(abs(a / b - 1) < within for a, b in pairs)
+        if not equal:
+            raise SystemExit(f"{name} does other work: {one['losses']}, {one.get('learned')}")
+
+
 def contest(contestants: dict[str, str], rounds: int, folder: Path) -> dict[str, dict[str, Any]]:
     """Run all in turn, print the table; returns it."""
     rates: dict[str, list[float]] = {name: [] for name in contestants}
@@ -147,9 +171,8 @@ def contest(contestants: dict[str, str], rounds: int, folder: Path) -> dict[str,
             tokens, seconds = (sum(last[name][key][SKIPPED:]) for key in ("tokens", "seconds"))
             rates[name].append(tokens / seconds)
             print(f"{name}: {rates[name][-1]:,.0f} tokens/s", flush=True)
+    prove_equal_work(last, json.loads((folder / "settings.json").read_text()))
     table = {}
-    print("| | tokens/s | ratio to | | padding | peak GiB of a rank | first and last loss |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
     for name, reference in contestants.items():
         seen = last[name]
         row = {
@@ -157,20 +180,58 @@ def contest(contestants: dict[str, str], rounds: int, folder: Path) -> dict[str,
             "reference": reference,
             "ratio": statistics.median(a / b for a, b in zip(rates[name], rates[reference])),
             "padding": seen.get("padding", 0.0),
+            "waited": seen.get("waited"),
             "peak_gib": seen["peak_gib"],
             "losses": seen["losses"],
             "all": rates[name],
             "learned": seen.get("learned"),
         }
         table[name] = row
-        ends = " ".join(
-            f"{loss:.4f}" for loss in (seen["losses"] or [])[:: len(seen["losses"]) - 1]
-        )
-        print(
-            f"| {name} | {row['tokens_per_second']:,.0f} | {reference} | {row['ratio']:.2f} | "
-            f"{100 * row['padding']:.1f} % | {row['peak_gib']:.2f} | {ends} |"
-        )
     return table
+
+
+def markdown(table: dict[str, dict[str, Any]]) -> str:
+    """The table as the README has it."""
+    lines = [
+        "| | tokens/s | against | ratio | padding | memory of a rank | losses |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, row in table.items():
+        losses = row["losses"] or [math.nan]
+        ends = "" if math.isnan(losses[0]) else f"{losses[0]:.4f} ... {losses[-1]:.4f}"
+        lines.append(
+            f"| {name} | {row['tokens_per_second']:,.0f} | {row['reference']} | {row['ratio']:.2f} "
+            f"| {100 * row['padding']:.1f} % | {row['peak_gib']:.2f} GiB | {ends} |"
+        )
+    return "\n".join(lines)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), dpi=150)
+    for axis, work in zip(axes, WORKS):
+        names = [*result[work]][::-1]
+        for place, name in enumerate(names):
+            row = result[work][name]
+            ours = name.split()[0] not in ("bare", "trainer", "trl")
+            colour = "#1d3557" if ours else "#a8b3c2"
+            axis.barh(place, row["tokens_per_second"], color=colour)
+            axis.plot(row["all"], [place] * len(row["all"]), "|", color="#f2a65a")  # the rounds
+        axis.set_yticks(range(len(names)), names, fontsize=8)
+        axis.set_title(f"{work}: tokens/s", fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+WORKS: dict[str, tuple[Callable[[Path], None], dict[str, str]]] = {
+    "pretraining": (prepare_pretraining, PRETRAINING),
+    "fine-tuning": (prepare_fine_tuning, FINE_TUNING),
+}
 
 
 def main() -> None:
@@ -180,15 +241,13 @@ def main() -> None:
     result: dict[str, Any] = {
         "cores": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__,
     }  # fmt: skip
-    works = {
-        "pretraining": (prepare_pretraining, PRETRAINING),
-        "fine-tuning": (prepare_fine_tuning, FINE_TUNING),
-    }
-    for work, (prepare, contestants) in works.items():
+    for work, (prepare, contestants) in WORKS.items():
         with tempfile.TemporaryDirectory() as folder:
             prepare(Path(folder))
             result[work] = contest(contestants, rounds, Path(folder))
+        print(markdown(result[work]), flush=True)
     (ROOT / "docs/compare.json").write_text(json.dumps(result, indent=1) + "\n")
+    draw(result, ROOT / "docs/compare.png")
 
 
 if __name__ == "__main__":

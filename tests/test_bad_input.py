@@ -32,6 +32,8 @@ CASES = {
     "no checkpoint": ({"resume": "FOLDER"}, "neither auto, never nor a checkpoint"),
     "falling edges": ({"bucket_edges": [128, 64]}, "--bucket_edges .* must increase"),
     "edge zero": ({"bucket_edges": [0, 64]}, "--bucket_edges .* at least 1"),
+    "late auto": ({"bucket_edges": [64, "auto"]}, "--bucket_edges auto stands alone or before"),
+    "no edge": ({"bucket_edges": ["many"]}, "--bucket_edges.* invalid RowLength value: 'many'"),
     "long edge": ({"bucket_edges": [64, 1024]}, "--micro_batch_tokens 512 .* 1024"),
     "indivisible": ({"global_batch_tokens": 1000}, "512 or 1024 would be"),
     "too small": ({"global_batch_tokens": 100}, "; 512 would be"),

@@ -1,5 +1,6 @@
 """Data side: tokenizers, cache, split, plans, collate, attention within documents."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -12,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, Config
+from conftest import ROOT, RUN_FLAGS, Config, launch, metrics
 from transformers import (
     AttentionInterface,
     AutoTokenizer,
@@ -275,6 +276,38 @@ def first_principles_best_fit(length: list[int], capacity: int) -> list[int]:
         else:
             free.append(capacity - size)
     return sorted(free)
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 4])
+@pytest.mark.parametrize("micro, longest", [(64, 30), (100, 100), (20, 9)])
+def test_chosen_edges_leave_the_least_unused(micro, longest, most):
+    """The oracle tries every set of edges that ends with the longest row."""
+    length = np.random.default_rng(micro).geometric(0.08, 200).clip(1, longest)
+    length[0] = longest
+
+    def used(edges) -> float:
+        edge = np.array(edges)[np.searchsorted(edges, length)]
+        return (micro / (micro // edge)).sum()
+
+    others = [
+        [*some, longest]
+        for number in range(most)
+        for some in itertools.combinations(range(1, longest), number)
+        if number < 3 or longest < 40
+    ]
+    edges = common.choose_edges(length, micro, most)
+    assert edges == sorted(set(edges)) and edges[-1] == longest and len(edges) <= most
+    assert used(edges) <= min(map(used, others)) + 1e-6
+
+
+def test_auto_edges_are_settled_by_the_data_and_resumable(corpus, tmp_path):
+    flags = RUN_FLAGS | {"dataset": corpus, "run_dir": tmp_path, "bucket_edges": ["auto", 300]}
+    for steps in (2, 3):
+        done = launch(2, "ddp_pretrain", flags | {"steps": steps})
+        assert (done.returncode, done.stderr) == (0, "")
+    edges = json.loads((tmp_path / "config.json").read_text())["flags"]["bucket_edges"]
+    assert 4 < len(edges) <= 12 and edges[-1] == 300
+    assert [line["step"] for line in metrics(tmp_path)[0]] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("capacity, longest", [(100, 100), (100, 30), (64, 64), (1000, 90)])

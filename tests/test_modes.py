@@ -113,6 +113,15 @@ def test_activation_checkpointing_computes_again_what_its_name_says(seen, name):
     assert selective == none
 
 
+def test_nothing_is_compiled_twice(seen):
+    """A graph for each of 4 row lengths in training and in validation; of packed rows for the parts
+    of a block around attention, which is compiled with CUDA only."""
+    graphs = {case: got["graphs"] for case, got in seen.items() if " compile" in case}
+    assert len(graphs) == 12
+    for case, (first, second) in graphs.items():
+        assert 0 < first == second <= (10 if "packed" in case else 8), case
+
+
 @pytest.mark.parametrize("name", OWN_MODES)
 def test_accumulating_gradients_equals_one_larger_micro_batch(seen, name):
     assert seen[f"{name} fp32"]["micro_batches"] == 4

@@ -114,6 +114,13 @@ def train(script, flags: dict, device: torch.device, merge: bool = False) -> dic
             script.train_step(model, optimizer, batch, config, device, 0.0)
         seen["flops"] = flops.get_total_flops()
     seen["validation"] = script.evaluate(model, validation, config, device)
+    if config.compile:  # the same shapes again
+        seen["graphs"] = [torch._dynamo.utils.counters["stats"]["unique_graphs"]]
+        for step in range(STEPS):
+            batch = training.global_batch(step)
+            script.train_step(model, optimizer, batch, config, device, 0.0)
+        script.evaluate(model, validation, config, device)
+        seen["graphs"].append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     seen["dtypes"] = sorted(
         {str(p.dtype) for p in parameters}
         | {str(v.dtype) for s in optimizer.state.values() for v in s.values() if v.dim()}
@@ -136,6 +143,7 @@ def main() -> None:
             script.CHUNK_LOGITS = whole_loss
             gc.collect()
             torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
         seen[f"{name} init_from"] = train(script, base | json.loads(sys.argv[3]), device)
         gc.collect()
     if dist.get_rank() == 0:
