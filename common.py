@@ -14,6 +14,7 @@ only those you trust, and share the Hugging Face form (safetensors) instead.
 Libraries that only one function needs are imported inside it: imports are most of the start-up.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import faulthandler
@@ -44,6 +45,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 try:
     from flash_attn import flash_attn_varlen_func
@@ -219,6 +222,9 @@ def check_config(config: Any) -> None:
             f"--min_learning_rate {config.min_learning_rate} is above --learning_rate "
             f"{config.learning_rate}"
         )
+    traced = config.trace_steps
+    if traced and not (len(traced) == 2 and 1 <= traced[0] <= traced[1] <= config.steps):
+        raise InputError(f"--trace_steps {traced} must be a first and a last step of the run")
     edges, micro = config.bucket_edges, config.micro_batch_tokens
     if any(edge is AUTO for edge in edges[1:]) or len(edges) > 2 and edges[0] is AUTO:
         raise InputError("--bucket_edges auto stands alone or before the longest row")
@@ -2100,7 +2106,7 @@ class Run:
         self.config, self.device, self.directory = config, device, Path(config.run_dir)
         self.progress, self.stopping, self.first_step = Progress(), False, 0
         self.continues = False  # the run that this directory holds
-        self.bar = self.metrics = self.wandb = None
+        self.bar = self.metrics = self.wandb = self.profiler = self.collectives = None
         first_on_each_node(self.make_directory)
         self.finished = on_rank_0(self.open)
 
@@ -2240,6 +2246,28 @@ class Run:
             f"gradients, twice that for AdamW; computes in {config.precision} on {self.device.type}"
         )
 
+    @contextlib.contextmanager
+    def trace(self, step: int) -> Iterator[None]:
+        """Profile the train step if it is one of --trace_steps, and note its collectives."""
+        first, last = self.config.trace_steps or (0, 0)
+        if rank() or not first <= step <= last:
+            yield
+            return
+        from torch.profiler import profile
+
+        if self.profiler is None:
+            self.profiler, self.collectives = profile(record_shapes=True), CollectiveLog()
+            self.profiler.start()
+        with self.collectives:
+            yield
+        if step == last:
+            self.profiler.stop()
+            trace, table = (self.directory / name for name in ("trace.json", "collectives.md"))
+            self.profiler.export_chrome_trace(str(trace))
+            heading = f"Collectives of rank 0 in the steps {first} to {last}\n\n"
+            table.write_text(f"{heading}{collectives_table(self.collectives.calls)}\n")
+            self.say(f"traced the steps {first} to {last}: {trace} (ui.perfetto.dev), {table}")
+
     def say(self, text: str) -> None:
         """Print on rank 0, above the progress bar if there is one."""
         if self.bar is not None:
@@ -2366,6 +2394,91 @@ class Run:
             print(f"--- the model continues the first tokens of a held-out text:\n{sample}\n---")
         print(f"files: {self.directory}/metrics.jsonl, and {self.directory}/hf for transformers")
         print(f"next:  {next_command}", flush=True)
+
+
+COLLECTIVES = {  # what the dispatcher calls them
+    "allgather_": "all-gather",
+    "_allgather_base_": "all-gather",
+    "all_gather_into_tensor": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "all_reduce": "all-reduce",
+    "broadcast_": "broadcast",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One call. `bytes` are those of the whole tensor: gathered, or to be reduced."""
+
+    kind: str
+    group: str
+    ranks: int
+    bytes: int
+
+    @property
+    def sent(self) -> float:
+        """Bytes that each rank sends if the ranks form a ring."""
+        if self.kind == "broadcast":
+            return self.bytes
+        rounds = 2 if self.kind == "all-reduce" else 1
+        return rounds * self.bytes * (self.ranks - 1) / self.ranks
+
+
+class CollectiveLog(TorchDispatchMode):
+    """While entered, notes the collectives that this rank issues in `calls`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Collective] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True  # compiled blocks stay compiled; they hold no collectives
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what it does to its shard comes by on its own
+        result = func(*args, **kwargs or {})
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname in COLLECTIVES:
+            self.note(func, args)
+        return result
+
+    def note(self, func: Any, arguments: tuple) -> None:
+        sides = [
+            sum(leaf.nbytes for leaf in tree_leaves(side) if torch.is_tensor(leaf))
+            for side in arguments[:2]  # output and input, or one that is both
+        ]
+        if func.namespace == "c10d":
+            boxed = next(each for each in arguments if isinstance(each, torch.ScriptObject))
+            group = dist.ProcessGroup.unbox(boxed)
+        else:
+            group = dist.distributed_c10d._resolve_process_group(arguments[-1])
+        name = group.group_desc.removeprefix("mesh_").replace("default_pg", "all")
+        kind = COLLECTIVES[func._opname]
+        self.calls.append(Collective(kind, name, group.size(), max(sides)))
+
+
+def collectives_table(calls: list[Collective]) -> str:
+    """Markdown: calls, bytes and what each rank sends, by kind and group."""
+    rows: dict[tuple, list[Collective]] = {}
+    for call in calls:
+        rows.setdefault((call.kind, call.group, call.ranks), []).append(call)
+    total = sum(call.sent for call in calls) or 1
+    lines = [
+        "| collective | ranks | calls | tensors | sent by a rank | share |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for (kind, group, ranks), same in rows.items():
+        size, sent = sum(call.bytes for call in same), sum(call.sent for call in same)
+        lines.append(
+            f"| {kind} | {ranks} ({group}) | {len(same)} | {size / 2**20:,.2f} MiB | "
+            f"{sent / 2**20:,.2f} MiB | {sent / total:.0%} |"
+        )
+    return "\n".join(lines)
 
 
 class Watchdog:

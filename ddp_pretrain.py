@@ -91,6 +91,7 @@ class Config:
     resume: str = flag("auto", "auto, never or a checkpoint; load only those you trust (pickle)")
     timeout_minutes: float = flag(10.0, "minutes without progress that end a stalled run")
     run_dir: str = flag("runs/ddp_pretrain", "directory of everything the run writes")
+    trace_steps: list[int] = flag([], "first and last step to profile, into the run's directory")
     wandb_project: str | None = flag(None, "Weights & Biases project to log to as well")
     seed: int = flag(0, "seed of the initial weights and of the data order")
 
@@ -404,7 +405,8 @@ def main() -> None:
         waited = time.perf_counter() - started
         torch.manual_seed(config.seed + step * dist.get_world_size() + dist.get_rank())  # dropout
         learning_rate = learning_rate_at(step, config)
-        loss, grad_norm = train_step(model, optimizer, batch, config, device, learning_rate)
+        with run.trace(step):
+            loss, grad_norm = train_step(model, optimizer, batch, config, device, learning_rate)
         seconds = time.perf_counter() - started
         run.log_step(step, batch, loss, grad_norm, learning_rate, seconds, waited)
         if step % config.eval_every == 0 or step == config.steps:

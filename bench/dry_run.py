@@ -1,0 +1,620 @@
+"""What a script would keep and move on N GPUs, from this CPU: nothing is allocated or sent.
+
+    python bench/dry_run.py SCRIPT --ranks N [--ranks_per_node 8] [--vocabulary V]
+        [--memory_gib 24] [--link_gbps 400 --tflops 400] [--plot FILE.png] [flags of SCRIPT]
+
+Builds the script's own model, strategy and optimizer, and runs its own train step, as rank 0 of N
+under torch's fake process group with fake tensors, which have shapes but no numbers. Prints the
+memory of a rank and the collectives of one optimizer step, beside the closed form. Without
+--global_batch_tokens a step is one micro-batch a rank; `--precision auto` is bf16, as on a GPU;
+--compile is left out. All micro-batches have rows of the longest length.
+
+Sizes are those of torch's tensors. What the allocator, CUDA and NCCL hold beside them is not there:
+leave a tenth of the GPU free.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import math
+import os
+import sys
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # not needed, and not to be asked about
+warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # FSDP1 does
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+from torch.utils._python_dispatch import _disable_current_modes  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+from torch.utils.flop_counter import (  # noqa: E402
+    flop_registry,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+from torch.utils.weak import WeakIdKeyDictionary  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+import common  # noqa: E402
+
+SCRIPTS = ["ddp_pretrain", "fsdp1_pretrain", "fsdp2_pretrain", "fsdp2_sft"]
+CPU = torch.device("cpu")
+ATTENTION = {  # on this CPU, which the registry lacks: how to count, and of how many tensors
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3),
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
+        sdpa_backward_flop_count, 4,
+    ),
+}  # fmt: skip
+GIB, MIB = 2**30, 2**20
+
+
+# --- Watching one rank ----------------------------------------------------------------------------
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+
+
+def nbytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the storages behind the tensors, each counted once."""
+    return sum({storage._cdata: storage.nbytes() for storage in map(storage_of, tensors)}.values())
+
+
+@dataclasses.dataclass
+class Piece:
+    """A storage that is alive."""
+
+    kind: str
+    bytes: int
+
+
+class Watch(common.CollectiveLog):
+    """Also how much memory is held, and for what.
+
+    Works on real and on fake tensors, under every strategy. (torch's own MemTracker knows FSDP2
+    alone: its module hooks fail with FSDP1 and DDP.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+        self.pieces: WeakIdKeyDictionary = WeakIdKeyDictionary()  # storage -> Piece
+        self.held: Counter[str] = Counter()  # bytes, by kind
+        self.peak: dict[str, int] = {}
+
+    def __enter__(self) -> "Watch":
+        resize, watch = torch.UntypedStorage.resize_, self
+
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            """How FSDP frees the parameters that it gathered, and gets them back."""
+            result = resize(storage, size)
+            watch.add(storage, "gathered parameters")
+            return result
+
+        self.resize, torch.UntypedStorage.resize_ = resize, resize_
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        torch.UntypedStorage.resize_ = self.resize
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            return 1.0 if args[0].is_floating_point() else 1  # fake tensors hold no numbers
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if result is NotImplemented:
+            return result
+        packet = func._overloadpacket
+        if packet in flop_registry:
+            self.flops += flop_registry[packet](*args, **kwargs or {}, out_val=result)
+        elif packet in ATTENTION:
+            forward, tensors = ATTENTION[packet]
+            self.flops += forward(*(x.shape for x in args[:tensors])) // 2  # causal: half of it
+        # What forward makes is kept for backward, or soon gone.
+        kind = "activations" if torch._C._current_graph_task_id() == -1 else "backward"
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self.add(tensor.untyped_storage(), kind, known_better=False)
+        return result
+
+    def note(self, func: Any, arguments: tuple) -> None:
+        super().note(func, arguments)
+        kind = {"all-gather": "gathered parameters", "reduce-scatter": "gradients"}
+        for tensor in tree_leaves(arguments[0]):  # the output
+            if isinstance(tensor, torch.Tensor):
+                self.add(tensor.untyped_storage(), kind.get(self.calls[-1].kind))
+
+    def add(self, storage: torch.UntypedStorage, kind: str | None, known_better: bool = True):
+        """A storage was made, or is now known to be of a kind, or has another size."""
+        piece = self.pieces.get(storage)
+        if piece is None:
+            piece = self.pieces[storage] = Piece(kind or "activations", 0)
+            weakref.finalize(storage, self.freed, piece)
+        self.held[piece.kind] -= piece.bytes
+        if known_better and kind:
+            piece.kind = kind
+        piece.bytes = storage.nbytes()
+        self.held[piece.kind] += piece.bytes
+        if self.held.total() > sum(self.peak.values()):
+            self.peak = {kind: size for kind, size in self.held.items() if size}
+
+    def freed(self, piece: Piece) -> None:
+        self.held[piece.kind] -= piece.bytes
+
+
+# --- The script, on fake tensors ------------------------------------------------------------------
+
+
+def be_rank_0(ranks: int, ranks_per_node: int) -> None:
+    """What torchrun would tell the first process."""
+    local = str(min(ranks, ranks_per_node))
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": local}
+    os.environ["WORLD_SIZE"] = str(ranks)
+
+
+@contextlib.contextmanager
+def fake_ranks(ranks: int, ranks_per_node: int) -> Iterator[None]:
+    """This process is rank 0 of `ranks`, of which no other exists."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    be_rank_0(ranks, ranks_per_node)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def allocate(modules: Iterable[torch.nn.Module], names: dict, model: Any, device: torch.device):
+    """In place of the scripts' `initialize`: shapes instead of numbers."""
+    for module in modules:
+        if module in names:
+            for name, parameter in module.named_parameters(recurse=False):
+                empty = torch.empty_like(parameter, device=device)
+                setattr(module, name, torch.nn.Parameter(empty))
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+
+
+def unseen(function: Callable) -> Callable:
+    """`function`, neither watched nor on fake tensors."""
+
+    def wrapped(*arguments: Any, **keywords: Any) -> Any:
+        with _disable_current_modes():
+            return function(*arguments, **keywords)
+
+    return wrapped
+
+
+def without_others(parallel: type) -> type:
+    """DDP that asks no other rank at its start, and whose all-reduce is seen by `Watch`."""
+
+    compute = dist._compute_bucket_assignment_by_size
+
+    def as_rebuilt(parameters: list, limits: list, *more: Any) -> tuple[list, list]:
+        """After its first step DDP makes new buckets, in the order of the gradients' arrival."""
+        limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * MIB]
+        buckets, limits = compute(parameters[::-1], limits, *more)
+        last = len(parameters) - 1
+        return [[last - i for i in bucket] for bucket in buckets[::-1]], limits[::-1]
+
+    def all_reduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        dist.all_reduce(bucket.buffer())
+        done = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    class Parallel(parallel):
+        def __init__(self, *arguments: Any, **keywords: Any):
+            dist._compute_bucket_assignment_by_size = as_rebuilt
+            super().__init__(*arguments, **keywords)
+            dist._compute_bucket_assignment_by_size = compute
+            self.register_comm_hook(None, all_reduce)
+
+    return Parallel
+
+
+@contextlib.contextmanager
+def adapted(script: Any) -> Iterator[None]:
+    """Replace what would look into tensors; strategy and train step stay the script's own."""
+    import torch.distributed.fsdp._flat_param as fsdp1
+    import torch.nn.parallel.distributed as ddp
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    changes: list[tuple[Any, str, Any]] = [
+        (script, "initialize", allocate),
+        (ddp, "_verify_param_shape_across_processes", lambda *_: None),
+        (fsdp1, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0),
+    ]
+    # DTensor tries out whole shapes, in a fake mode of its own.
+    trial = ShardingPropagator, "_propagate_tensor_meta_non_cached"
+    changes.append((*trial, unseen(getattr(*trial))))
+    if hasattr(script, "init_device_mesh"):
+        changes.append((script, "init_device_mesh", unseen(script.init_device_mesh)))
+    if hasattr(script, "DistributedDataParallel"):
+        parallel = without_others(script.DistributedDataParallel)
+        changes.append((script, "DistributedDataParallel", parallel))
+    before = [getattr(owner, name) for owner, name, _ in changes]
+    try:
+        for owner, name, value in changes:
+            setattr(owner, name, value)
+        yield
+    finally:
+        for (owner, name, _), value in zip(changes, before):
+            setattr(owner, name, value)
+
+
+@dataclasses.dataclass
+class Report:
+    """What one rank keeps and moves in an optimizer step; sizes in bytes."""
+
+    ranks: int
+    numbers: int  # parameters of the model
+    micro_batches: int
+    parameters: int
+    gradients: int
+    optimizer: int
+    peak: dict[str, int]
+    calls: list[common.Collective]
+    flops: int
+    root: list[torch.Size]  # shapes of the parameters outside of the transformer blocks
+
+    @property
+    def sent(self) -> float:
+        return sum(call.sent for call in self.calls)
+
+
+def observe(script: Any, config: Any, model: Any, decayed: Any, batch: Any, watch: Watch) -> tuple:
+    """One optimizer step of the script under `watch`; bytes of parameters, gradients, moments."""
+    optimizer = script.build_optimizer(model, decayed, config)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for parameter in parameters:  # moments exist from the first step on
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    moments = [value for state in optimizer.state.values() for value in state.values()]
+    for storage in list(watch.pieces):  # what else is there are DDP's buckets, and a few KiB
+        watch.add(storage, "gradients")
+    for kind, tensors in {"parameters": parameters, "optimizer state": moments}.items():
+        for tensor in tensors:
+            watch.add(storage_of(tensor), kind)
+    watch.calls, watch.peak, watch.flops, gradients = [], {}, 0, []
+    optimizer.register_step_pre_hook(
+        lambda *_: gradients.append(nbytes(p.grad for p in parameters if p.grad is not None))
+    )
+    script.train_step(model, optimizer, batch, config, CPU, 0.0)
+    return nbytes(parameters), gradients[0], nbytes(moments)
+
+
+def batch_of(config: Any) -> common.GlobalBatch:
+    """This rank's micro-batches of a step, in rows of the longest length; one row if packed.
+
+    Attention in a packed row needs as much memory as in one document: no kernel keeps its square.
+    """
+    micro, edge = config.micro_batch_tokens, config.bucket_edges[-1]
+    size = (1, micro) if config.batching == "packed" else (micro // edge, edge)
+    micro_batches = [
+        {name: torch.zeros(size, dtype=torch.int64) for name in ("input_ids", "labels")}
+        for _ in range(config.global_batch_tokens // micro // int(os.environ["WORLD_SIZE"]))
+    ]
+    return common.GlobalBatch(micro_batches, labels=1, tokens=1, attended=1, fractions={})
+
+
+def dry_run(script: Any, config: Any, ranks_per_node: int, vocabulary: int) -> Report:
+    """Build and train one step as rank 0 of `WORLD_SIZE`; nothing has numbers."""
+    ranks = int(os.environ["WORLD_SIZE"])
+    known = [vocabulary] if hasattr(script, "TEMPLATE") else []
+    added = len(script.TURN + script.INSIDE) + 1 if known else 0
+    shape = script.architecture(config, vocabulary + added, *known)
+    fake, watch = FakeTensorMode(allow_non_fake_inputs=True), Watch()
+    with fake_ranks(ranks, ranks_per_node), adapted(script), fake, watch:
+        model, decayed = script.build_model(config, shape, CPU)
+        batch = batch_of(config)
+        kept = observe(script, config, model, decayed, batch, watch)
+    with torch.device("meta"):
+        from transformers import AutoModelForCausalLM
+
+        whole = AutoModelForCausalLM.from_config(shape)
+    blocks = set(whole.get_decoder().layers.parameters())
+    root = [p.shape for p in whole.parameters() if p not in blocks]
+    return Report(
+        ranks, whole.num_parameters(), len(batch.micro_batches), *kept, watch.peak, watch.calls,
+        watch.flops, root,
+    )  # fmt: skip
+
+
+# --- What to say about it -------------------------------------------------------------------------
+
+
+def closed_form(report: Report, script: Any, config: Any, numbers: int) -> tuple[float, str]:
+    """Bytes that a rank sends in a step by the textbook, for so many parameters; the formula.
+
+    P: bytes of the parameters as they are gathered, G: of the gradients as they are reduced, N:
+    ranks, k: micro-batches a step, S: ranks that shard, R: replicas (N = S R).
+    """
+    gathered, gradients = size_of_compute(config) * numbers, 4 * numbers
+    ranks, micro_batches = report.ranks, report.micro_batches
+    if script.__name__ == "ddp_pretrain":
+        return 2 * gradients * (ranks - 1) / ranks, "2G(N-1)/N"
+    every = reduces_every_micro_batch(config)
+    gathers, reductions = gathers_of_block(config), micro_batches if every else 1
+    if keeps_between_micro_batches(config):
+        passes, times = 1, ""
+    else:
+        passes, times = micro_batches, f"{gathers}k".removeprefix("1")
+    shards = shards_of(report)
+    sent = (gathers * passes * gathered + reductions * gradients) * (shards - 1) / shards
+    formula = f"({times}P + {'k' if every else ''}G)(S-1)/S"
+    if shards == ranks:
+        return sent, formula.replace("S", "N")
+    replicas = ranks // shards
+    sent += reductions * 2 * gradients / shards * (replicas - 1) / replicas
+    return sent, f"{formula} + {'k' if every else ''}2(G/S)(R-1)/R"
+
+
+def size_of_compute(config: Any) -> int:
+    return 2 if config.precision == "bf16" else 4
+
+
+def reduces_every_micro_batch(config: Any) -> bool:
+    fsdp1 = hasattr(config, "sharding_strategy")
+    return config.reduce_every_micro_batch or fsdp1 and config.precision == "bf16"
+
+
+def keeps_between_micro_batches(config: Any) -> bool:
+    """FSDP1's shard_grad_op without reduction leaves parameters whole until the last micro-batch."""
+    grad_op = getattr(config, "sharding_strategy", "") == "shard_grad_op"
+    return grad_op and not reduces_every_micro_batch(config)
+
+
+def gathers_of_block(config: Any) -> int:
+    """How often a micro-batch gathers a block's parameters."""
+    if hasattr(config, "sharding_strategy"):
+        return 1 if config.sharding_strategy == "shard_grad_op" else 2
+    return 2 if config.reshard_after_forward else 1
+
+
+def shards_of(report: Report) -> int:
+    return next((call.ranks for call in report.calls if call.kind == "all-gather"), 1)
+
+
+def closed_form_of(report: Report, script: Any, config: Any) -> tuple[float, str, float, float]:
+    """Closed form, its formula, and what is to be taken off and added, in bytes that a rank sends.
+
+    Off: the root (embedding, last norm, head) stays whole between forward and backward, so it is
+    gathered once, not twice. Added: what fills up the last ranks' shards.
+    """
+    expected, formula = closed_form(report, script, config, report.numbers)
+    shards = shards_of(report)
+    if script.__name__ == "ddp_pretrain" or shards == 1:
+        return expected, formula, 0.0, 0.0
+    padding = closed_form(report, script, config, report.parameters * shards // 4)[0] - expected
+    root = [[shape[0], shape[1:].numel()] for shape in report.root]  # FSDP2 shards rows
+    if hasattr(config, "sharding_strategy"):  # FSDP1 shards one flat parameter
+        root = [[sum(rows * row for rows, row in root), 1]]
+    numbers = sum(math.ceil(rows / shards) * shards * row for rows, row in root)
+    gathers = (gathers_of_block(config) - 1) * report.micro_batches
+    return (
+        expected, formula, gathers * size_of_compute(config) * numbers * (shards - 1) / shards,
+        padding,
+    )  # fmt: skip
+
+
+def explain(report: Report, script: Any, config: Any) -> str:
+    """What was sent beside the closed form, and where the difference comes from."""
+    expected, formula, root, padding = closed_form_of(report, script, config)
+    line = f"sent by a rank: {report.sent / MIB:,.2f} MiB; {formula} is {expected / MIB:,.2f} MiB"
+    if not expected:
+        return line
+    rest = report.sent - expected + root - padding
+    parts = {
+        "as the root (embedding, last norm, head) is gathered once a micro-batch": -root,
+        "for shards of equal size": padding,
+        "for the norm, the loss and model buffers": rest,
+    }
+    parts = {why: share / expected for why, share in parts.items() if share}
+    told = ", ".join(f"{share:+.2%} {why}" for why, share in parts.items())
+    return f"{line} ({report.sent / expected - 1:+.2%}: {told})"
+
+
+def describe(report: Report, script: Any, config: Any, options: argparse.Namespace) -> str:
+    in_cpu_memory = ["parameters", "gradients", "optimizer state"] if offloads(config) else []
+    rows = {
+        "parameters": report.parameters,
+        "gradients": report.gradients,
+        "optimizer state": report.optimizer,
+    }
+    lines = [
+        f"{script.__name__} as rank 0 of {report.ranks}: {config.model}, {report.numbers:,} "
+        f"parameters, {config.precision}; micro-batches a rank and step: {report.micro_batches} of "
+        f"{config.micro_batch_tokens:,} tokens\n",
+        "| memory of a rank, all of a step | |",
+        "| --- | --- |",
+        *(f"| {kind} | {size / MIB:,.2f} MiB |" for kind, size in rows.items()),
+        "\n| at the peak | |",
+        "| --- | --- |",
+    ]
+    for kind, size in sorted(report.peak.items(), key=lambda item: -item[1]):
+        label = kind if kind != "backward" else "backward: whole gradients, buffers, temporaries"
+        label += " (in CPU memory)" if kind in in_cpu_memory else ""
+        lines.append(f"| {label} | {size / MIB:,.2f} MiB |")
+    lines.append(f"| **peak** | **{on_device(report, config) / MIB:,.2f} MiB** |\n")
+    lines.append(common.collectives_table(report.calls))
+    lines.append(f"\n{explain(report, script, config)}")
+    if options.link_gbps and options.tflops:
+        lines.append(estimate(report, options))
+    if options.memory_gib:
+        lines.append(advice(report, script, config, options))
+    return "\n".join(lines)
+
+
+def offloads(config: Any) -> bool:
+    return getattr(config, "cpu_offload", False)
+
+
+def on_device(report: Report, config: Any) -> int:
+    """The peak, without what is in CPU memory when offloaded."""
+    kept = sum(report.peak.values())
+    if offloads(config):
+        elsewhere = ("parameters", "gradients", "optimizer state")
+        kept -= sum(report.peak.get(kind, 0) for kind in elsewhere)
+    return kept
+
+
+def estimate(report: Report, options: argparse.Namespace) -> str:
+    """Step time from FLOPs and bytes alone: kernels at that speed, links never idle or shared."""
+    compute = report.flops / (options.tflops * 1e12)
+    network = report.sent * 8 / (options.link_gbps * 1e9)
+    bound = "computing" if compute > network else "the network"
+    return (
+        f"\na step: {report.flops / 1e12:,.2f} TFLOPs take {compute:.3f} s at {options.tflops:g} "
+        f"TFLOP/s, {report.sent / 1e9:,.2f} GB take {network:.3f} s at {options.link_gbps:g} "
+        f"Gbit/s: {compute + network:.3f} s one after the other, {max(compute, network):.3f} s "
+        f"with full overlap, bound by {bound}"
+    )
+
+
+def advice(report: Report, script: Any, config: Any, options: argparse.Namespace) -> str:
+    """Whether it fits, and what to turn on, each with its measured effect, until it does."""
+    room = options.memory_gib * GIB
+    lines, tried = [], []
+    verdict = "fits" if on_device(report, config) <= room else "does not fit"
+    lines.append(f"\n{verdict} {options.memory_gib:g} GiB")
+    while on_device(report, config) > room:
+        step = next_step(script, config, tried)
+        if step is None:
+            lines.append("nothing is left to turn on: more ranks, or a smaller model")
+            break
+        script, config, change = step
+        tried.append(change)
+        report = dry_run(script, config, options.ranks_per_node, options.vocabulary)
+        lines.append(
+            f"+ {change}: {on_device(report, config) / GIB:,.2f} GiB, {report.flops / 1e12:,.2f} "
+            f"TFLOPs and {report.sent / 1e9:,.2f} GB sent a step"
+        )
+    return "\n".join(lines)
+
+
+def next_step(script: Any, config: Any, tried: list[str]) -> tuple[Any, Any, str] | None:
+    """What to turn on next: the cheapest in time first. None if everything is on."""
+    config = dataclasses.replace(config)
+    if config.activation_checkpointing == "none":
+        config.activation_checkpointing = "selective"
+        return script, config, "--activation_checkpointing selective"
+    if script.__name__ == "ddp_pretrain" and int(os.environ["WORLD_SIZE"]) > 1:
+        script = importlib.import_module("fsdp2_pretrain")
+        shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+        return script, script.Config(**shared), "fsdp2_pretrain.py: sharding"
+    if config.activation_checkpointing != "full":
+        config.activation_checkpointing = "full"
+        return script, config, "--activation_checkpointing full"
+    if config.micro_batch_tokens >= 2 * config.bucket_edges[-1]:
+        config.micro_batch_tokens //= 2  # the global batch stays: twice the micro-batches
+        if (
+            config.global_batch_tokens % (config.micro_batch_tokens * int(os.environ["WORLD_SIZE"]))
+            == 0
+        ):
+            return script, config, f"--micro_batch_tokens {config.micro_batch_tokens}"
+    if hasattr(config, "reduce_every_micro_batch") and not config.reduce_every_micro_batch:
+        config.reduce_every_micro_batch = True
+        return script, config, "--reduce_every_micro_batch"
+    if hasattr(config, "cpu_offload") and not config.cpu_offload:
+        config.cpu_offload = True
+        return script, config, "--cpu_offload"
+    return None
+
+
+def plot(config: Any, options: argparse.Namespace) -> None:
+    """Memory and bytes sent over the number of ranks, of the three strategies."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), dpi=150)
+    counts = [1, 2, 4, 8, 16, 64, 256, 1024]
+    colours = {"ddp_pretrain": "#e76f51", "fsdp1_pretrain": "#f2a65a", "fsdp2_pretrain": "#1d3557"}
+    for number, (name, colour) in enumerate(colours.items()):
+        script = importlib.import_module(name)
+        seen = []
+        for ranks in counts:
+            be_rank_0(ranks, options.ranks_per_node)
+            same = {f.name for f in dataclasses.fields(script.Config)}
+            flags = {key: value for key, value in vars(config).items() if key in same}
+            own = script.Config(
+                **flags | {"global_batch_tokens": ranks * config.micro_batch_tokens}
+            )
+            seen.append(dry_run(script, own, options.ranks_per_node, options.vocabulary))
+        style = {"color": colour, "marker": "o", "markersize": 9 - 3 * number, "label": name}
+        axes[0].plot(counts, [sum(report.peak.values()) / GIB for report in seen], **style)
+        axes[1].plot(counts, [report.sent / 1e9 for report in seen], **style)
+    for axis, title in zip(axes, ("peak memory of a rank, GiB", "sent by a rank in a step, GB")):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(counts, map(str, counts))
+        axis.set_xlabel("ranks")
+        axis.set_ylim(bottom=0)
+        axis.set_title(title, fontsize=9)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(options.plot)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("script", help="one of the four")
+    parser.add_argument("--ranks", type=int, required=True, help="GPUs of the run")
+    parser.add_argument("--ranks_per_node", type=int, default=8, help="for FSDP1's hybrid_shard")
+    parser.add_argument("--vocabulary", type=int, help="ids, in place of loading --tokenizer")
+    parser.add_argument("--memory_gib", "--memory-gib", type=float, help="of a GPU: does it fit?")
+    parser.add_argument("--link_gbps", "--link-gbps", type=float, help="Gbit/s of a rank's link")
+    parser.add_argument("--tflops", type=float, help="TFLOP/s that the kernels reach")
+    for name, kind in (
+        ("precision", str),
+        ("micro_batch_tokens", int),
+        ("global_batch_tokens", int),
+    ):
+        parser.add_argument(
+            f"--{name}", f"--{name.replace('_', '-')}", type=kind, help="the script's"
+        )
+    parser.add_argument("--plot", help="draw memory and traffic of three strategies over the ranks")
+    options, words = parser.parse_known_args()
+    name = Path(options.script).stem
+    if name not in SCRIPTS:
+        raise common.InputError(f"{options.script} is none of {', '.join(SCRIPTS)}")
+    if options.ranks < 1:
+        raise common.InputError(f"--ranks {options.ranks} must be at least 1")
+    script = importlib.import_module(name)
+    be_rank_0(options.ranks, options.ranks_per_node)
+    micro = options.micro_batch_tokens or script.Config().micro_batch_tokens
+    words += ["--precision", options.precision or "bf16", "--micro_batch_tokens", str(micro)]
+    words += ["--global_batch_tokens", str(options.global_batch_tokens or options.ranks * micro)]
+    sys.argv = [options.script, *words]
+    config = common.parse_config(script.Config)
+    config.compile = False
+    longest = micro if config.bucket_edges[-1] is common.AUTO else config.bucket_edges[-1]
+    config.bucket_edges = [longest]
+    if options.vocabulary is None:
+        options.vocabulary = common.load_tokenizer(config.tokenizer).vocab_size
+    report = dry_run(script, config, options.ranks_per_node, options.vocabulary)
+    print(describe(report, script, config, options))
+    if options.plot:
+        plot(config, options)
+
+
+if __name__ == "__main__":
+    be_rank_0(1, 1)
+    sys.exit(common.exit_code(main))
