@@ -2109,6 +2109,10 @@ class Run:
         self.bar = self.metrics = self.wandb = self.profiler = self.collectives = None
         first_on_each_node(self.make_directory)
         self.finished = on_rank_0(self.open)
+        if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
+            token = on_rank_0(lambda: tempfile.mkstemp(prefix=".node_", dir=self.directory)[1])
+            first_on_each_node(lambda: self.look_for(Path(token)))
+            on_rank_0(Path(token).unlink)
 
     def make_directory(self) -> None:
         try:
@@ -2117,6 +2121,17 @@ class Run:
                 file.write(b"written")
         except OSError as error:
             raise InputError(f"--run_dir {self.directory} cannot be written: {error}") from error
+
+    def look_for(self, token: Path) -> None:
+        """A file that rank 0 wrote must be seen on each node; a network disk may be a bit late."""
+        for _ in range(20):
+            if token.exists():
+                return
+            time.sleep(0.5)
+        raise InputError(
+            f"--run_dir {self.directory} is not the same directory on all nodes; checkpoints need "
+            "one that every node sees"
+        )
 
     def open(self) -> int | None:
         """Lock the directory for this run; returns the step at which it was finished before."""

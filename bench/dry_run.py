@@ -371,7 +371,7 @@ def reduces_every_micro_batch(config: Any) -> bool:
 
 
 def keeps_between_micro_batches(config: Any) -> bool:
-    """FSDP1's shard_grad_op without reduction leaves parameters whole until the last micro-batch."""
+    """FSDP1's shard_grad_op without reduction: parameters stay whole until the last micro-batch."""
     grad_op = getattr(config, "sharding_strategy", "") == "shard_grad_op"
     return grad_op and not reduces_every_micro_batch(config)
 

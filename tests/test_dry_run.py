@@ -6,10 +6,15 @@ import os
 import sys
 
 import pytest
-from conftest import ROOT, torchrun
+from conftest import ROOT, RUN_FLAGS, launch, small_shape, torchrun
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
 
 sys.path.insert(0, str(ROOT / "bench"))
 import dry_run  # noqa: E402
+
+import common  # noqa: E402
+import fsdp2_pretrain  # noqa: E402
 
 MODES = {
     "plain": {},
@@ -49,15 +54,21 @@ def cases(ranks: int, shape: str) -> dict[str, tuple[str, dict]]:
     }
 
 
-FORMS = [f"{name} {mode}" for name, own in OWN.items() for mode in ["plain", "bf16", *own]]
 CASES = [*cases(2, ""), *cases(4, "")]
 
 
 @pytest.fixture(scope="module")
-def real(shape_directory, tmp_path_factory) -> dict:
+def two_blocks(tmp_path_factory) -> str:
+    directory = tmp_path_factory.mktemp("shape")
+    small_shape(num_hidden_layers=2).save_pretrained(directory)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def real(two_blocks, tmp_path_factory) -> dict:
     out, seen = tmp_path_factory.mktemp("real") / "seen.json", {}
     for ranks in (2, 4):
-        given = json.dumps(cases(ranks, shape_directory))
+        given = json.dumps(cases(ranks, two_blocks))
         done = torchrun(ranks, str(ROOT / "tests/dry_run_worker.py"), str(out), given)
         assert done.returncode == 0, done.stderr
         seen |= json.loads(out.read_text())
@@ -67,17 +78,13 @@ def real(shape_directory, tmp_path_factory) -> dict:
 def predict(name: str, flags: dict, ranks: int, ranks_per_node: int = 8) -> dry_run.Report:
     script = importlib.import_module(name)
     dry_run.be_rank_0(ranks, ranks_per_node)
-    try:
-        return dry_run.dry_run(script, script.Config(**flags), ranks_per_node, 320)
-    finally:
-        for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            del os.environ[variable]
+    return dry_run.dry_run(script, script.Config(**flags), ranks_per_node, 320)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_prediction_equals_real_ranks(real, shape_directory, case):
+def test_prediction_equals_real_ranks(real, two_blocks, case):
     ranks, name, mode = case.split()
-    flags = cases(int(ranks), shape_directory)[case][1]
+    flags = cases(int(ranks), two_blocks)[case][1]
     report, seen = predict(name, flags, int(ranks)), real[case]
     calls = [[call.kind, call.group, call.ranks, call.bytes] for call in report.calls]
     assert sorted(calls) == sorted(seen["calls"])
@@ -86,13 +93,18 @@ def test_prediction_equals_real_ranks(real, shape_directory, case):
     assert abs(sum(report.peak.values()) / seen["peak"] - 1) < 0.02
 
 
-@pytest.mark.parametrize("ranks", [2, 8, 64, 1024])
-@pytest.mark.parametrize("case", FORMS)
-def test_closed_forms(case, ranks):
+FORMS = [
+    (name, mode, ranks)
+    for name, own in OWN.items()
+    for mode in ["plain", "bf16", *own]
+    for ranks in (2, 8, 64, 1024)
+    if ranks < 1024 or mode in ("plain", "hybrid")  # that many take seconds
+]
+
+
+@pytest.mark.parametrize("name, mode, ranks", FORMS)
+def test_closed_forms(name, mode, ranks):
     """What a rank sends, but for the loss, the norm and model buffers: a few hundred bytes."""
-    name, mode = case.split()
-    if ranks == 1024 and mode not in ("plain", "hybrid"):
-        pytest.skip("takes long and shows nothing new")
     script = importlib.import_module(name)
     flags = flags_of((MODES | OWN[name])[mode], ranks)
     report = predict(name, flags, ranks)
@@ -101,3 +113,81 @@ def test_closed_forms(case, ranks):
     assert abs(report.sent - (expected - root + padding)) < 2000
     assert root < 0.1 * expected
     assert padding < 0.05 * expected or ranks == 1024  # more ranks than rows
+
+
+def test_trace_of_a_run_shows_the_collectives_of_the_dry_run(corpus, two_blocks, tmp_path):
+    flags = RUN_FLAGS | {"model": two_blocks, "dataset": corpus, "run_dir": tmp_path}
+    done = launch(2, "fsdp2_pretrain", flags | {"trace_steps": [2, 3]})
+    assert done.returncode == 0, done.stderr  # the profiler itself prints there
+    report = predict("fsdp2_pretrain", RUN_FLAGS | {"model": two_blocks, "precision": "fp32"}, 2)
+    table = (tmp_path / "collectives.md").read_text()
+    assert table.endswith(f"\n{common.collectives_table(2 * report.calls)}\n")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    issued = sum(event["name"].startswith("gloo:") for event in events if "name" in event)
+    assert issued == 2 * len(report.calls) + 1  # between the steps: was any rank told to stop?
+
+
+def test_dry_run_says_whether_it_fits_and_what_to_turn_on(two_blocks, capsys, monkeypatch):
+    words = ["ddp_pretrain.py", "--ranks", "8", "--model", two_blocks, "--vocabulary", "320"]
+    words += ["--memory_gib", "0.003", "--link_gbps", "100", "--tflops", "1"]
+    monkeypatch.setattr(sys, "argv", ["dry_run.py", *words, "--bucket_edges", "auto", "128"])
+    dry_run.main()
+    lines = capsys.readouterr().out.splitlines()
+    assert "does not fit 0.003 GiB" in lines
+    changes = [line.split(":")[0] for line in lines if line.startswith("+ ")]
+    assert changes[:3] == [
+        "+ --activation_checkpointing selective", "+ fsdp2_pretrain.py",
+        "+ --activation_checkpointing full",
+    ]  # fmt: skip
+    assert any("bound by" in line for line in lines)
+
+
+@pytest.fixture(autouse=True)
+def no_rank_is_left():
+    yield
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        os.environ.pop(variable, None)
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["other.py", "--ranks", "8"], "error: other.py is none of ddp_pretrain, fsdp1_pretrain"),
+        (["ddp_pretrain.py", "--ranks", "0"], "error: --ranks 0 must be at least 1"),
+        (
+            ["fsdp2_pretrain.py", "--ranks", "8", "--dp_replicate", "3"],
+            "error: --dp_replicate 3 does not divide 8 ranks",
+        ),
+        (
+            ["ddp_pretrain.py", "--ranks", "3", "--global_batch_tokens", "8192"],
+            "error: --global_batch_tokens 8192 is not a multiple of --micro_batch_tokens 4096 x 3",
+        ),
+        (["ddp_pretrain.py", "--ranks", "8", "--cpu_offload"], "error: unknown flag --cpu_offload"),
+    ],
+)
+def test_bad_input_of_the_dry_run_is_one_line(words, expected, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["dry_run.py", *words])
+    dry_run.be_rank_0(1, 1)
+    assert common.exit_code(dry_run.main) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith(expected) and len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("mode", [{}, {"activation_checkpointing": "full"}])
+def test_peak_is_that_of_torch_own_tracker(two_blocks, mode):
+    """Which works for FSDP2 alone, and from the second step on."""
+    config = fsdp2_pretrain.Config(**flags_of(mode, 8, model=two_blocks))
+    watch, fake = dry_run.Watch(), FakeTensorMode(allow_non_fake_inputs=True)
+    with dry_run.fake_ranks(8, 8), dry_run.adapted(fsdp2_pretrain), fake, watch:
+        shape = fsdp2_pretrain.architecture(config, 320)
+        model, decayed = fsdp2_pretrain.build_model(config, shape, dry_run.CPU)
+        optimizer = fsdp2_pretrain.build_optimizer(model, decayed, config)
+        batch = dry_run.batch_of(config)
+        step = [model, optimizer, batch, config, dry_run.CPU, 0.0]
+        fsdp2_pretrain.train_step(*step)
+        watch.peak, tracker = {}, MemTracker()
+        tracker.track_external(model, optimizer)
+        with tracker:
+            fsdp2_pretrain.train_step(*step)
+    seen = tracker.get_tracker_snapshot("peak")[dry_run.CPU]["Total"]
+    assert abs(sum(watch.peak.values()) / seen - 1) < 0.02

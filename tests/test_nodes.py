@@ -1,0 +1,136 @@
+"""Several nodes: a torchrun launcher each, in network namespaces of their own where permitted."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ROOT, RUN_FLAGS, arguments, metrics
+
+ADDRESSES = ["10.77.0.1", "10.77.0.2"]
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    """For each node, what its commands begin with, its address and its network device."""
+    names = [f"node{i}-{os.getpid()}" for i in range(2)]
+
+    def ip(*words: str) -> bool:
+        return subprocess.run(["ip", *words], capture_output=True).returncode == 0
+
+    made = shutil.which("ip") and all(ip("netns", "add", name) for name in names)
+    made = made and ip(
+        "link", "add", "wire", "netns", names[0], "type", "veth", "peer", "wire", "netns", names[1]
+    )
+    for name, address in zip(names, ADDRESSES):
+        made = made and ip("-n", name, "addr", "add", f"{address}/24", "dev", "wire")
+        made = made and ip("-n", name, "link", "set", "wire", "up")
+        made = made and ip("-n", name, "link", "set", "lo", "up")
+    if made:
+        yield [(["ip", "netns", "exec", n], a, "wire") for n, a in zip(names, ADDRESSES)]
+    else:
+        yield [([], "127.0.0.1", "lo")] * 2
+    for name in names:
+        ip("netns", "del", name)
+
+
+class Launch:
+    """The launchers of both nodes, with a cache each."""
+
+    def __init__(
+        self, nodes, ranks: int, script: str, flags: list[dict], folder, restarts: int = 0
+    ):
+        self.folder, self.endpoint = folder, f"{nodes[0][1]}:{self.free_port()}"
+        self.nodes, self.ranks, self.script = nodes, ranks, script
+        self.flags, self.restarts = flags, restarts
+        self.launchers = [self.start(number) for number in range(2)]
+
+    @staticmethod
+    def free_port() -> int:
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            return free.getsockname()[1]
+
+    def start(self, number: int) -> subprocess.Popen:
+        prefix, address, device = self.nodes[number]
+        cache = str(self.folder / f"cache{number}")
+        environment = os.environ | {"HF_HOME": cache, "HF_DATASETS_CACHE": cache}
+        environment |= {"GLOO_SOCKET_IFNAME": device}
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        command = [
+            *prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
+            f"--nproc-per-node={self.ranks}", "--rdzv-backend=c10d", "--rdzv-id=test",
+            f"--rdzv-endpoint={self.endpoint}", f"--local-addr={address}",
+            f"--rdzv-conf=is_host={number == 0}",  # here no host name tells
+            f"--max-restarts={self.restarts}", f"{self.script}.py", *arguments(self.flags[number]),
+        ]  # fmt: skip
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, start_new_session=True,
+        )  # fmt: skip
+
+    def end(self, limit: float = 120) -> list[str]:
+        """Their stderr, once both have ended."""
+        try:
+            return [launcher.communicate(timeout=limit)[1] for launcher in self.launchers]
+        finally:
+            for launcher in self.launchers:
+                if launcher.poll() is None:
+                    os.killpg(launcher.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    "script, ranks, own",
+    [("ddp_pretrain", 1, {}), ("fsdp2_pretrain", 2, {"dp_replicate": 2})],
+)
+def test_two_nodes_are_one_run(nodes, run, corpus, tmp_path, script, ranks, own):
+    """Losses of one launcher; each node has its own cache, replicas are on different nodes."""
+    flags = RUN_FLAGS | {"dataset": corpus, "run_dir": tmp_path / "run"} | own
+    launch = Launch(nodes, ranks, script, [flags, flags], tmp_path)
+    errors = launch.end()
+    assert [launcher.returncode for launcher in launch.launchers] == [0, 0], errors
+    alone = run(script, 2 * ranks, **own)
+    losses = [[line["loss"] for line in metrics(path)[0]] for path in (alone, tmp_path / "run")]
+    assert losses[0] == losses[1]
+    assert all((tmp_path / f"cache{number}").is_dir() for number in range(2))
+
+
+def test_run_directory_that_a_node_does_not_see_is_refused(nodes, corpus, tmp_path):
+    flags = [RUN_FLAGS | {"dataset": corpus, "run_dir": tmp_path / f"run{n}"} for n in range(2)]
+    launch = Launch(nodes, 1, "ddp_pretrain", flags, tmp_path)
+    errors = launch.end()
+    assert [launcher.returncode for launcher in launch.launchers] == [1, 1]
+    said = [line for line in "".join(errors).splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and "is not the same directory on all nodes" in said[0]
+
+
+def wait_for_steps(run_dir, number: int, limit: float = 90) -> None:
+    deadline = time.monotonic() + limit
+    while time.monotonic() < deadline:
+        if (run_dir / "metrics.jsonl").exists() and len(metrics(run_dir)[0]) >= number:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"no {number} steps in {limit} seconds")
+
+
+@pytest.mark.parametrize("comes_back", [False, pytest.param(True, marks=pytest.mark.drill)])
+def test_a_node_that_dies_ends_or_restarts_the_other(nodes, corpus, tmp_path, comes_back):
+    flags = RUN_FLAGS | {"dataset": corpus, "run_dir": tmp_path / "run", "steps": 400}
+    flags |= {"checkpoint_every": 20, "timeout_minutes": 0.5}
+    launch = Launch(nodes, 1, "fsdp2_pretrain", [flags, flags], tmp_path, restarts=comes_back)
+    wait_for_steps(tmp_path / "run", 30)
+    os.killpg(launch.launchers[1].pid, signal.SIGKILL)
+    launch.launchers[1].communicate()
+    if comes_back:
+        launch.launchers[1] = launch.start(1)
+    errors = launch.end()
+    codes = [launcher.returncode for launcher in launch.launchers]
+    if comes_back:
+        assert codes == [0, 0], errors
+        assert [line["step"] for line in metrics(tmp_path / "run")[0]] == [*range(1, 401)]
+    else:
+        assert codes[0] == 1, errors
