@@ -2111,7 +2111,7 @@ class Run:
         self.finished = on_rank_0(self.open)
         if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
             token = on_rank_0(lambda: tempfile.mkstemp(prefix=".node_", dir=self.directory)[1])
-            first_on_each_node(lambda: self.look_for(Path(token)))
+            first_on_each_node(lambda: self.look_for(self.directory / Path(token).name))
             on_rank_0(Path(token).unlink)
 
     def make_directory(self) -> None:
@@ -2124,7 +2124,7 @@ class Run:
 
     def look_for(self, token: Path) -> None:
         """A file that rank 0 wrote must be seen on each node; a network disk may be a bit late."""
-        for _ in range(20):
+        for _ in range(10):
             if token.exists():
                 return
             time.sleep(0.5)

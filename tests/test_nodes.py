@@ -73,14 +73,21 @@ class Launch:
             text=True, start_new_session=True,
         )  # fmt: skip
 
-    def end(self, limit: float = 120) -> list[str]:
+    def end(self, limit: float = 60) -> list[str]:
         """Their stderr, once both have ended."""
         try:
             return [launcher.communicate(timeout=limit)[1] for launcher in self.launchers]
         finally:
-            for launcher in self.launchers:
-                if launcher.poll() is None:
-                    os.killpg(launcher.pid, signal.SIGKILL)
+            for number in range(2):
+                if self.launchers[number].poll() is None:
+                    self.kill(number)
+
+    def kill(self, number: int) -> None:
+        """As if the power was gone: the launcher, and its ranks, which have sessions of their own."""
+        launcher = str(self.launchers[number].pid)
+        ranks = subprocess.run(["pgrep", "-P", launcher], capture_output=True, text=True).stdout
+        for process in [launcher, *ranks.split()]:
+            os.kill(int(process), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -108,22 +115,22 @@ def test_run_directory_that_a_node_does_not_see_is_refused(nodes, corpus, tmp_pa
     assert len(said) == 1 and "is not the same directory on all nodes" in said[0]
 
 
-def wait_for_steps(run_dir, number: int, limit: float = 90) -> None:
+def wait_for_steps(launch, run_dir, number: int, limit: float = 60) -> None:
     deadline = time.monotonic() + limit
     while time.monotonic() < deadline:
         if (run_dir / "metrics.jsonl").exists() and len(metrics(run_dir)[0]) >= number:
             return
         time.sleep(0.1)
-    raise AssertionError(f"no {number} steps in {limit} seconds")
+    raise AssertionError(f"no {number} steps in {limit} seconds: {launch.end(1)}")
 
 
 @pytest.mark.parametrize("comes_back", [False, pytest.param(True, marks=pytest.mark.drill)])
 def test_a_node_that_dies_ends_or_restarts_the_other(nodes, corpus, tmp_path, comes_back):
     flags = RUN_FLAGS | {"dataset": corpus, "run_dir": tmp_path / "run", "steps": 400}
     flags |= {"checkpoint_every": 20, "timeout_minutes": 0.5}
-    launch = Launch(nodes, 1, "fsdp2_pretrain", [flags, flags], tmp_path, restarts=comes_back)
-    wait_for_steps(tmp_path / "run", 30)
-    os.killpg(launch.launchers[1].pid, signal.SIGKILL)
+    launch = Launch(nodes, 1, "fsdp2_pretrain", [flags, flags], tmp_path, int(comes_back))
+    wait_for_steps(launch, tmp_path / "run", 30)
+    launch.kill(1)
     launch.launchers[1].communicate()
     if comes_back:
         launch.launchers[1] = launch.start(1)
