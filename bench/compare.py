@@ -32,7 +32,7 @@ import common  # noqa: E402
 import ddp_pretrain  # noqa: E402
 import fsdp2_sft  # noqa: E402
 
-SKIPPED = 4  # steps that are not timed
+SKIPPED = 3  # steps that are not timed
 PEERS = "python -m venv .peers && .peers/bin/pip install -r bench/requirements.txt"
 STRATEGIES = ["ddp", "fsdp1", "fsdp2"]
 BEST = "bf16, compiled"
@@ -72,7 +72,7 @@ def save_weights(folder: Path) -> None:
     Qwen2ForCausalLM(shape).save_pretrained(folder / "weights")
 
 
-def prepare_pretraining(folder: Path, steps: int = 24) -> None:
+def prepare_pretraining(folder: Path, steps: int = 12) -> None:
     """Documents that fill a row each, and the rows in the order of our batch plan."""
     save_weights(folder)
     text = "".join(Path(f).read_text("ascii", "ignore") for f in common.standard_library_files())
@@ -100,7 +100,7 @@ def prepare_pretraining(folder: Path, steps: int = 24) -> None:
     (folder / "settings.json").write_text(json.dumps(settings))
 
 
-def prepare_fine_tuning(folder: Path, steps: int = 12) -> None:
+def prepare_fine_tuning(folder: Path, steps: int = 8) -> None:
     """Conversations, a tokenizer with our template, and those of them that ours trains on."""
     save_weights(folder)
     files = common.standard_library_files()

@@ -119,6 +119,9 @@ class Watch(common.CollectiveLog):
         elif packet in ATTENTION:
             forward, tensors = ATTENTION[packet]
             self.flops += forward(*(x.shape for x in args[:tensors])) // 2  # causal: half of it
+        if func._opname == "split_with_sizes_copy":  # FSDP2 takes a gathered tensor apart
+            for tensor in kwargs["out"]:
+                self.add(tensor.untyped_storage(), "gathered parameters")
         # What forward makes is kept for backward, or soon gone.
         kind = "activations" if torch._C._current_graph_task_id() == -1 else "backward"
         for tensor in tree_leaves(result):
@@ -309,13 +312,15 @@ def batch_of(config: Any) -> common.GlobalBatch:
     return common.GlobalBatch(micro_batches, labels=1, tokens=1, attended=1, fractions={})
 
 
-def dry_run(script: Any, config: Any, ranks_per_node: int, vocabulary: int) -> Report:
+def dry_run(
+    script: Any, config: Any, ranks_per_node: int, vocabulary: int, watch: Watch | None = None
+) -> Report:
     """Build and train one step as rank 0 of `WORLD_SIZE`; nothing has numbers."""
     ranks = int(os.environ["WORLD_SIZE"])
     known = [vocabulary] if hasattr(script, "TEMPLATE") else []
     added = len(script.TURN + script.INSIDE) + 1 if known else 0
     shape = script.architecture(config, vocabulary + added, *known)
-    fake, watch = FakeTensorMode(allow_non_fake_inputs=True), Watch()
+    fake, watch = FakeTensorMode(allow_non_fake_inputs=True), watch or Watch()
     with fake_ranks(ranks, ranks_per_node), adapted(script), fake, watch:
         model, decayed = script.build_model(config, shape, CPU)
         batch = batch_of(config)

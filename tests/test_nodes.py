@@ -1,6 +1,7 @@
 """Several nodes: a torchrun launcher each, in network namespaces of their own where permitted."""
 
 import os
+import re
 import shutil
 import signal
 import socket
@@ -83,7 +84,7 @@ class Launch:
                     self.kill(number)
 
     def kill(self, number: int) -> None:
-        """As if the power was gone: the launcher, and its ranks, which have sessions of their own."""
+        """As if the power was gone: the launcher and its ranks, which have their own sessions."""
         launcher = str(self.launchers[number].pid)
         ranks = subprocess.run(["pgrep", "-P", launcher], capture_output=True, text=True).stdout
         for process in [launcher, *ranks.split()]:
@@ -92,7 +93,10 @@ class Launch:
 
 @pytest.mark.parametrize(
     "script, ranks, own",
-    [("ddp_pretrain", 1, {}), ("fsdp2_pretrain", 2, {"dp_replicate": 2})],
+    [
+        pytest.param("ddp_pretrain", 1, {}, marks=pytest.mark.drill),
+        ("fsdp2_pretrain", 2, {"dp_replicate": 2}),
+    ],
 )
 def test_two_nodes_are_one_run(nodes, run, corpus, tmp_path, script, ranks, own):
     """Losses of one launcher; each node has its own cache, replicas are on different nodes."""
@@ -126,7 +130,7 @@ def wait_for_steps(launch, run_dir, number: int, limit: float = 60) -> None:
 
 @pytest.mark.parametrize("comes_back", [False, pytest.param(True, marks=pytest.mark.drill)])
 def test_a_node_that_dies_ends_or_restarts_the_other(nodes, corpus, tmp_path, comes_back):
-    flags = RUN_FLAGS | {"dataset": corpus, "run_dir": tmp_path / "run", "steps": 400}
+    flags = RUN_FLAGS | {"dataset": corpus, "run_dir": tmp_path / "run", "steps": 200}
     flags |= {"checkpoint_every": 20, "timeout_minutes": 0.5}
     launch = Launch(nodes, 1, "fsdp2_pretrain", [flags, flags], tmp_path, int(comes_back))
     wait_for_steps(launch, tmp_path / "run", 30)
@@ -134,10 +138,37 @@ def test_a_node_that_dies_ends_or_restarts_the_other(nodes, corpus, tmp_path, co
     launch.launchers[1].communicate()
     if comes_back:
         launch.launchers[1] = launch.start(1)
-    errors = launch.end()
+    errors = launch.end(limit=240)
     codes = [launcher.returncode for launcher in launch.launchers]
     if comes_back:
         assert codes == [0, 0], errors
-        assert [line["step"] for line in metrics(tmp_path / "run")[0]] == [*range(1, 401)]
+        assert [line["step"] for line in metrics(tmp_path / "run")[0]] == [*range(1, 201)]
     else:
         assert codes[0] == 1, errors
+
+
+@pytest.mark.drill
+def test_slurm_script_of_the_readme(corpus, tmp_path):
+    """With a fake Slurm: srun starts the command once a node, on this machine."""
+    text = (ROOT / "README.md").read_text()
+    script = re.search(r"<!-- slurm -->\n```bash\n(.*?)```", text, re.DOTALL)[1]
+    port = Launch.free_port()
+    (tmp_path / "train.slurm").write_text(script.replace(":29500", f":{port}"))
+    fakes = {
+        "scontrol": "echo localhost; echo other",
+        "srun": 'for node in $(seq "$SLURM_NNODES"); do "$@" & done; wait -n && wait -n',
+    }
+    for name, body in fakes.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}
+    environment |= {"SLURM_JOB_NODELIST": "a", "SLURM_GPUS_ON_NODE": "1"}
+    environment |= {"SLURM_CPUS_PER_TASK": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    flags = arguments(RUN_FLAGS | {"dataset": corpus, "run_dir": tmp_path / "run"})
+    done = subprocess.run(
+        ["bash", str(tmp_path / "train.slurm"), *flags], cwd=ROOT, env=environment,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert len(metrics(tmp_path / "run")[0]) == RUN_FLAGS["steps"]
