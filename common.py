@@ -2083,6 +2083,46 @@ PEAK_FLOPS = {
 }  # fmt: skip
 
 
+def name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 FLOP/s; None where they are not known."""
+    name = name_of(device)
+    return next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+
+
+@dataclasses.dataclass
+class ModelSize:
+    """Parameters, those of them in matrix products, and the width of attention over all blocks."""
+
+    parameters: int
+    in_products: int
+    attention_width: int
+
+    def flops(self, tokens: int, attended: int) -> int:
+        """Of forward and backward; `attended` is the sum of the squared lengths of the documents.
+
+        As in PaLM (arXiv 2204.02311, appendix B): 6 a parameter and token, and 12 x width x length
+        a token for attention. Neither recomputation nor padding counts.
+        """
+        return 6 * self.in_products * tokens + 12 * self.attention_width * attended
+
+
+def size_of(shape: Any) -> ModelSize:
+    """Of a model with the `transformers` config `shape`."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(shape)
+    # The input embedding is a look-up, not a product; tied to the head it is a product there.
+    look_up = 0 if shape.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+    head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    width = shape.num_hidden_layers * shape.num_attention_heads * head
+    return ModelSize(model.num_parameters(), model.num_parameters() - look_up, width)
+
+
 def peak_memory(device: torch.device) -> int:
     """Most bytes held so far: on the GPU by torch's allocator, else by the process."""
     if device.type == "cuda":
@@ -2164,22 +2204,10 @@ class Run:
 
     def start(self, shape: Any, optimizer: Any) -> None:
         """Training begins: print what the run will do. `shape` is the `transformers` config."""
-        from transformers import AutoModelForCausalLM
-
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(shape)
-        self.parameters = model.num_parameters()
-        # The input embedding is a look-up, not a product; tied to the head it is a product there.
-        look_up = 0 if shape.tie_word_embeddings else model.get_input_embeddings().weight.numel()
-        self.matmul_parameters = self.parameters - look_up
-        head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-        self.attention_width = shape.num_hidden_layers * shape.num_attention_heads * head
-        self.device_name = (
-            torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-        )
-        self.peak_flops = next(
-            (peak for key, peak in PEAK_FLOPS.items() if key in self.device_name), None
-        )
+        self.size = size_of(shape)
+        self.parameters = self.size.parameters
+        self.device_name = name_of(self.device)
+        self.peak_flops = peak_flops(self.device)
         self.started = self.spoken = time.perf_counter()
         self.first_step = self.progress.step
         first_on_each_node(self.check_space)
@@ -2248,7 +2276,7 @@ class Run:
         """Print what the run will do, so that it explains itself."""
         config, longest, ranks = self.config, self.config.bucket_edges[-1], world_size()
         accumulation = config.global_batch_tokens // config.micro_batch_tokens // ranks
-        flops = 6 * self.matmul_parameters + 12 * self.attention_width * longest
+        flops = self.size.flops(1, longest)
         held = [p for group in optimizer.param_groups for p in group["params"]]
         held = sum(getattr(p, "_local_tensor", p).numel() for p in held)
         self.say(
@@ -2309,9 +2337,6 @@ class Run:
     ) -> None:  # fmt: skip
         """Log an optimizer step, and count it as skipped if loss or norm is not finite.
 
-        FLOPs as in PaLM (arXiv 2204.02311, appendix B): 6 a parameter and token, and 12 x width x
-        length a token for attention. Neither recomputation nor padding counts.
-
         Raises:
             RunError: five steps in a row were skipped.
         """
@@ -2326,9 +2351,7 @@ class Run:
         progress.tokens += batch.labels
         compiles = self.config.compile and step < self.first_step + self.config.eval_every
         self.watchdog.expect(step + 1, patience=10 if compiles else 1)
-        flops = (
-            6 * self.matmul_parameters * batch.tokens + 12 * self.attention_width * batch.attended
-        )
+        flops = self.size.flops(batch.tokens, batch.attended)
         peak = self.peak_flops and self.peak_flops * world_size()
         line = {
             "loss": loss,
