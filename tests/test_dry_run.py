@@ -94,7 +94,7 @@ def test_prediction_equals_real_ranks(real, two_blocks, case):
 
 
 FORMS = [
-    (name, mode, ranks)
+    pytest.param(name, mode, ranks, marks=[pytest.mark.drill] if ranks > 8 else [])
     for name, own in OWN.items()
     for mode in ["plain", "bf16", *own]
     for ranks in (2, 8, 64, 1024)

@@ -50,6 +50,7 @@ def test_flags_in_the_readme_are_accepted(command, monkeypatch):
     assert config.steps >= 1
 
 
+@pytest.mark.drill
 def test_first_run(tmp_path):
     """The first block as it stands, but for making the environment (this is one), timed."""
     *setup, command = block("first run")
