@@ -2150,9 +2150,12 @@ class Run:
         first_on_each_node(self.make_directory)
         self.finished = on_rank_0(self.open)
         if int(os.environ.get("GROUP_WORLD_SIZE", 1)) > 1:
-            token = on_rank_0(lambda: tempfile.mkstemp(prefix=".node_", dir=self.directory)[1])
-            first_on_each_node(lambda: self.look_for(self.directory / Path(token).name))
-            on_rank_0(Path(token).unlink)
+            token = self.directory / on_rank_0(self.leave_token)
+            try:
+                first_on_each_node(lambda: self.look_for(token))
+            finally:
+                if rank() == 0:
+                    token.unlink()
 
     def make_directory(self) -> None:
         try:
@@ -2161,6 +2164,11 @@ class Run:
                 file.write(b"written")
         except OSError as error:
             raise InputError(f"--run_dir {self.directory} cannot be written: {error}") from error
+
+    def leave_token(self) -> str:
+        name = f".seen_by_all_{os.urandom(8).hex()}"
+        (self.directory / name).touch()
+        return name
 
     def look_for(self, token: Path) -> None:
         """A file that rank 0 wrote must be seen on each node; a network disk may be a bit late."""

@@ -312,14 +312,19 @@ def batch_of(config: Any) -> common.GlobalBatch:
     return common.GlobalBatch(micro_batches, labels=1, tokens=1, attended=1, fractions={})
 
 
+def shape_of(script: Any, config: Any, vocabulary: int) -> Any:
+    """The script's architecture; fine-tuning adds the tokens of its template and a pad token."""
+    if not hasattr(script, "TEMPLATE"):
+        return script.architecture(config, vocabulary)
+    added = len(script.TURN + script.INSIDE) + 1
+    return script.architecture(config, vocabulary + added, vocabulary)
+
+
 def dry_run(
     script: Any, config: Any, ranks_per_node: int, vocabulary: int, watch: Watch | None = None
 ) -> Report:
     """Build and train one step as rank 0 of `WORLD_SIZE`; nothing has numbers."""
-    ranks = int(os.environ["WORLD_SIZE"])
-    known = [vocabulary] if hasattr(script, "TEMPLATE") else []
-    added = len(script.TURN + script.INSIDE) + 1 if known else 0
-    shape = script.architecture(config, vocabulary + added, *known)
+    ranks, shape = int(os.environ["WORLD_SIZE"]), shape_of(script, config, vocabulary)
     fake, watch = FakeTensorMode(allow_non_fake_inputs=True), watch or Watch()
     with fake_ranks(ranks, ranks_per_node), adapted(script), fake, watch:
         model, decayed = script.build_model(config, shape, CPU)
@@ -329,7 +334,8 @@ def dry_run(
         from transformers import AutoModelForCausalLM
 
         whole = AutoModelForCausalLM.from_config(shape)
-    blocks = set(whole.get_decoder().layers.parameters())
+    stack = next(module for module in whole.modules() if isinstance(module, torch.nn.ModuleList))
+    blocks = set(stack.parameters())
     root = [p.shape for p in whole.parameters() if p not in blocks]
     return Report(
         ranks, whole.num_parameters(), len(batch.micro_batches), *kept, watch.peak, watch.calls,
@@ -491,16 +497,14 @@ def estimate(report: Report, options: argparse.Namespace) -> str:
 def advice(report: Report, script: Any, config: Any, options: argparse.Namespace) -> str:
     """Whether it fits, and what to turn on, each with its measured effect, until it does."""
     room = options.memory_gib * GIB
-    lines, tried = [], []
     verdict = "fits" if on_device(report, config) <= room else "does not fit"
-    lines.append(f"\n{verdict} {options.memory_gib:g} GiB")
+    lines = [f"\n{verdict} {options.memory_gib:g} GiB"]
     while on_device(report, config) > room:
-        step = next_step(script, config, tried)
+        step = next_step(script, config)
         if step is None:
             lines.append("nothing is left to turn on: more ranks, or a smaller model")
             break
         script, config, change = step
-        tried.append(change)
         report = dry_run(script, config, options.ranks_per_node, options.vocabulary)
         lines.append(
             f"+ {change}: {on_device(report, config) / GIB:,.2f} GiB, {report.flops / 1e12:,.2f} "
@@ -509,7 +513,7 @@ def advice(report: Report, script: Any, config: Any, options: argparse.Namespace
     return "\n".join(lines)
 
 
-def next_step(script: Any, config: Any, tried: list[str]) -> tuple[Any, Any, str] | None:
+def next_step(script: Any, config: Any) -> tuple[Any, Any, str] | None:
     """What to turn on next: the cheapest in time first. None if everything is on."""
     config = dataclasses.replace(config)
     if config.activation_checkpointing == "none":
@@ -522,13 +526,10 @@ def next_step(script: Any, config: Any, tried: list[str]) -> tuple[Any, Any, str
     if config.activation_checkpointing != "full":
         config.activation_checkpointing = "full"
         return script, config, "--activation_checkpointing full"
-    if config.micro_batch_tokens >= 2 * config.bucket_edges[-1]:
-        config.micro_batch_tokens //= 2  # the global batch stays: twice the micro-batches
-        if (
-            config.global_batch_tokens % (config.micro_batch_tokens * int(os.environ["WORLD_SIZE"]))
-            == 0
-        ):
-            return script, config, f"--micro_batch_tokens {config.micro_batch_tokens}"
+    half, odd = divmod(config.micro_batch_tokens, 2)
+    if half >= config.bucket_edges[-1] and not odd:
+        config.micro_batch_tokens = half  # the global batch stays: twice the micro-batches
+        return script, config, f"--micro_batch_tokens {half}"
     if hasattr(config, "reduce_every_micro_batch") and not config.reduce_every_micro_batch:
         config.reduce_every_micro_batch = True
         return script, config, "--reduce_every_micro_batch"
@@ -550,7 +551,7 @@ def plot(config: Any, options: argparse.Namespace) -> None:
     colours = {"ddp_pretrain": "#e76f51", "fsdp1_pretrain": "#f2a65a", "fsdp2_pretrain": "#1d3557"}
     for number, (name, colour) in enumerate(colours.items()):
         script = importlib.import_module(name)
-        seen = []
+        memory, sent = [], []
         for ranks in counts:
             be_rank_0(ranks, options.ranks_per_node)
             same = {f.name for f in dataclasses.fields(script.Config)}
@@ -558,10 +559,12 @@ def plot(config: Any, options: argparse.Namespace) -> None:
             own = script.Config(
                 **flags | {"global_batch_tokens": ranks * config.micro_batch_tokens}
             )
-            seen.append(dry_run(script, own, options.ranks_per_node, options.vocabulary))
+            report = dry_run(script, own, options.ranks_per_node, options.vocabulary)
+            memory.append(on_device(report, own) / GIB)
+            sent.append(report.sent / 1e9)
         style = {"color": colour, "marker": "o", "markersize": 9 - 3 * number, "label": name}
-        axes[0].plot(counts, [sum(report.peak.values()) / GIB for report in seen], **style)
-        axes[1].plot(counts, [report.sent / 1e9 for report in seen], **style)
+        axes[0].plot(counts, memory, **style)
+        axes[1].plot(counts, sent, **style)
     for axis, title in zip(axes, ("peak memory of a rank, GiB", "sent by a rank in a step, GB")):
         axis.set_xscale("log", base=2)
         axis.set_xticks(counts, map(str, counts))

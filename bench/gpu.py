@@ -86,8 +86,14 @@ def measure(name: str, flags: dict[str, Any], device: torch.device, profile: boo
     size = common.size_of(shape)
     model, decayed = script.build_model(config, shape, device)
     optimizer = script.build_optimizer(model, decayed, config)
+    training = batches(config, device)
+    shapes = {training.shape(training.micro_batch(k)): k for k in range(500 * config.compile)}
+    for number in shapes.values():  # each is compiled before the clock runs
+        micro_batch = training.collate(training.micro_batch(number))
+        batch = common.GlobalBatch([micro_batch], labels=1, tokens=1, attended=1, fractions={})
+        script.train_step(model, optimizer, batch, config, device, 0.0)
     tokens = flops = 0
-    for step, batch in enumerate(batches(config, device).stream(0, WARM + STEPS)):
+    for step, batch in enumerate(training.stream(0, WARM + STEPS)):
         if step == WARM:
             if CUDA:
                 torch.cuda.reset_peak_memory_stats()

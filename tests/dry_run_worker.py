@@ -7,25 +7,22 @@ import dataclasses
 import gc
 import importlib
 import json
-import os
 import sys
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 import dry_run  # noqa: E402
+from worker import write_and_leave  # noqa: E402
 
 import ddp_pretrain  # noqa: E402
 
 
 def really(script, config, vocabulary: int) -> dict:
     """As dry_run.dry_run, with numbers and other ranks."""
-    known = [vocabulary] if hasattr(script, "TEMPLATE") else []
-    added = len(script.TURN + script.INSIDE) + 1 if known else 0
-    shape = script.architecture(config, vocabulary + added, *known)
+    shape = dry_run.shape_of(script, config, vocabulary)
     watch = dry_run.Watch()
     batch = dry_run.batch_of(config)
     with watch:
@@ -53,12 +50,7 @@ def main() -> None:
         script = importlib.import_module(name)
         seen[case] = really(script, script.Config(**flags), 320)
         gc.collect()
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(seen))
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)
+    write_and_leave(out, seen)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Several nodes: a torchrun launcher each, in network namespaces of their own where permitted."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -88,7 +89,8 @@ class Launch:
         launcher = str(self.launchers[number].pid)
         ranks = subprocess.run(["pgrep", "-P", launcher], capture_output=True, text=True).stdout
         for process in [launcher, *ranks.split()]:
-            os.kill(int(process), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended by itself
+                os.kill(int(process), signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -117,6 +119,7 @@ def test_run_directory_that_a_node_does_not_see_is_refused(nodes, corpus, tmp_pa
     assert [launcher.returncode for launcher in launch.launchers] == [1, 1]
     said = [line for line in "".join(errors).splitlines() if line.startswith("error: ")]
     assert len(said) == 1 and "is not the same directory on all nodes" in said[0]
+    assert [path.name for path in (tmp_path / "run0").iterdir()] == ["metrics.jsonl"]
 
 
 def wait_for_steps(launch, run_dir, number: int, limit: float = 60) -> None:

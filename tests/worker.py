@@ -130,6 +130,16 @@ def train(script, flags: dict, device: torch.device, merge: bool = False) -> dic
     return seen
 
 
+def write_and_leave(out: str, seen: dict) -> None:
+    """Rank 0 writes what it saw; how the scripts themselves leave is tested with the scripts."""
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(seen))
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)
+
+
 def main() -> None:
     out, base = sys.argv[1], json.loads(sys.argv[2])
     device = ddp_pretrain.init_process_group(ddp_pretrain.Config())
@@ -146,12 +156,7 @@ def main() -> None:
             torch._dynamo.utils.counters.clear()
         seen[f"{name} init_from"] = train(script, base | json.loads(sys.argv[3]), device)
         gc.collect()
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(seen))
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # what the scripts do at their end is tested with the scripts
+    write_and_leave(out, seen)
 
 
 if __name__ == "__main__":
