@@ -204,7 +204,7 @@ def without_others(parallel: type) -> type:
     compute = dist._compute_bucket_assignment_by_size
 
     def as_rebuilt(parameters: list, limits: list, *more: Any) -> tuple[list, list]:
-        """After its first step DDP makes new buckets, in the order of the gradients' arrival."""
+        """After its first step DDP makes new buckets, in about the reverse order of parameters."""
         limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * MIB]
         buckets, limits = compute(parameters[::-1], limits, *more)
         last = len(parameters) - 1

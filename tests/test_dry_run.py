@@ -24,7 +24,7 @@ MODES = {
     "selective": {"activation_checkpointing": "selective"},
 }
 OWN = {
-    "ddp_pretrain": {},
+    "ddp_pretrain": {"buckets": {"model": "tiny"}},  # large enough for a second one
     "fsdp1_pretrain": {
         "grad_op": {"sharding_strategy": "shard_grad_op", "accumulate": 2},
         "hybrid": {"sharding_strategy": "hybrid_shard"},
@@ -40,7 +40,7 @@ OWN = {
 
 def flags_of(mode: dict, ranks: int, **more) -> dict:
     """Rows of 128 tokens, 4 a micro-batch."""
-    mode = {"precision": "fp32", **mode, **more}
+    mode = {"precision": "fp32", **more, **mode}
     tokens = 512 * ranks * mode.pop("accumulate", 1)
     return {"bucket_edges": [128], "micro_batch_tokens": 512, "global_batch_tokens": tokens, **mode}
 
@@ -81,7 +81,23 @@ def predict(name: str, flags: dict, ranks: int, ranks_per_node: int = 8) -> dry_
     return dry_run.dry_run(script, script.Config(**flags), ranks_per_node, 320)
 
 
-@pytest.mark.parametrize("case", CASES)
+def test_buckets_of_ddp_are_as_many_and_as_large_in_all(real, two_blocks):
+    flags = cases(2, two_blocks)["2 ddp_pretrain buckets"][1]
+    calls = predict("ddp_pretrain", flags, 2).calls
+    issued = real["2 ddp_pretrain buckets"]["calls"]
+    assert len(calls) == len(issued) == 4  # two buckets, the loss, model buffers
+    assert sum(call.bytes for call in calls) == sum(size for *_, size in issued)
+
+
+BUCKETS = pytest.mark.xfail(
+    strict=True, reason="buckets follow the parameters reversed, not the gradients' true order"
+)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=BUCKETS if case.endswith("buckets") else []) for case in CASES],
+)
 def test_prediction_equals_real_ranks(real, two_blocks, case):
     ranks, name, mode = case.split()
     flags = cases(int(ranks), two_blocks)[case][1]
