@@ -1214,10 +1214,13 @@ class Batches:
         fractions = {"padding_fraction": 1 - tokens / sum(rows * width for rows, width in shapes)}
         if not self.of_text:
             fractions["assistant_fraction"] = labels / tokens
-        # Neighbours in row length run at the same time on different ranks, so that none waits.
-        order = sorted(range(size), key=lambda i: (shapes[i][1], shapes[i][0]))
+        # Neighbours in row length run at the same time on different ranks, so that none waits; who
+        # has the longest in one turn has the shortest in the next.
+        order, ranks = sorted(range(size), key=lambda i: shapes[i][::-1]), world_size()
+        turns = [order[k : k + ranks] for k in range(0, size, ranks)]
+        mine = [turn[-1 - rank() if n % 2 else rank()] for n, turn in enumerate(turns)]
         return GlobalBatch(
-            [self.collate(chosen[i]) for i in order[rank() :: world_size()]],
+            [self.collate(chosen[i]) for i in mine],
             labels=labels,
             tokens=tokens,
             attended=int((length**2).sum()),

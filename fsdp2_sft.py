@@ -96,7 +96,7 @@ class Config:
     trace_steps: list[int] = flag([], "first and last step to profile, into the run's directory")
     wandb_project: str | None = flag(None, "Weights & Biases project to log to as well")
     seed: int = flag(0, "seed of the initial weights and of the data order")
-    reshard_after_forward: bool = flag(True, "free parameters between forward and backward")
+    reshard_after_forward: bool = flag(True, "free blocks after use; else only after the step")
     dp_replicate: int = flag(1, "replicas of the sharded model (HSDP)")
     cpu_offload: bool = flag(False, "keep parameters, gradients and moments in CPU memory")
     reduce_every_micro_batch: bool = flag(False, "less memory for gradients, more traffic")
@@ -372,6 +372,7 @@ def add_gradients(model: nn.Module, micro_batch: dict, scale: float, last: bool,
     once: less communication, but the memory of a whole model's gradients.
     """
     model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
+    model.set_reshard_after_backward(last or config.reshard_after_forward)  # else stay whole
     loss = model(**micro_batch)
     (loss * scale).backward()
     return loss.detach()

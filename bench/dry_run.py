@@ -382,9 +382,10 @@ def reduces_every_micro_batch(config: Any) -> bool:
 
 
 def keeps_between_micro_batches(config: Any) -> bool:
-    """FSDP1's shard_grad_op without reduction: parameters stay whole until the last micro-batch."""
-    grad_op = getattr(config, "sharding_strategy", "") == "shard_grad_op"
-    return grad_op and not reduces_every_micro_batch(config)
+    """Whether parameters stay whole from the first micro-batch to the last."""
+    if hasattr(config, "sharding_strategy"):
+        return config.sharding_strategy == "shard_grad_op" and not reduces_every_micro_batch(config)
+    return not config.reshard_after_forward
 
 
 def gathers_of_block(config: Any) -> int:

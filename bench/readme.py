@@ -18,11 +18,13 @@ import compare
 import traffic
 
 ROOT = Path(__file__).parents[1]
-NAMES = ""  # hunks that only name things: docstring, imports, default directory, the next script
+NAMES = [  # in hunks that only name things: they are left out if no reason has them
+    '"""Causal-LM', "What a rank keeps", "What moves in a step", "while a block computes",
+    "Choose ", "torchrun --standalone", "`diff ", "import ", "run_dir: str",
+    '"separate", "one state',
+]  # fmt: skip
 LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
     ("ddp_pretrain", "fsdp1_pretrain"): [
-        (NAMES, ['"""Causal-LM', "What a rank keeps", "What moves in a step", "Choose ",
-                 "torchrun --standalone", "`diff ", "import ", "run_dir: str"]),
         (
             "How much to shard is a choice now: everything all the time, everything but the "
             "parameters between forward and backward, or only inside a node.",
@@ -54,8 +56,6 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
         ),
     ],
     ("fsdp1_pretrain", "fsdp2_pretrain"): [
-        (NAMES, ['"""Causal-LM', "while a block computes", "Choose ", "torchrun --standalone",
-                 "`diff ", "import ", "run_dir: str", '"separate", "one state']),
         (
             "What was one enumeration are independent choices, and parameters can stay in CPU "
             "memory.",
@@ -73,8 +73,10 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             ["list(model.named_parameters())"],
         ),
         (
-            "Whether to reduce is a property of the model, not a context around it. Whole "
-            "gradients are kept in fp32 (the reduction's precision), so bf16 needs no exception.",
+            "Whether to reduce is a property of the model, not a context around it, and whether to "
+            "free parameters after backward another one: they may stay whole for the next "
+            "micro-batch (FSDP1's `no_sync` implies that for `shard_grad_op`). Whole gradients are "
+            "kept in fp32 (the reduction's precision), so bf16 needs no exception.",
             ["Under bf16 they would add up", "set_requires_gradient_sync"],
         ),
         (
@@ -84,8 +86,6 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
         ),
     ],
     ("fsdp2_pretrain", "fsdp2_sft"): [
-        (NAMES, ['"""Causal-LM', "What a rank keeps", "What moves in a step", "Choose ",
-                 "torchrun --standalone --nproc-per-node=2 fsdp2_sft", "`diff ", "run_dir: str"]),
         (
             "Conversations have their own columns, are longer than functions, and a model that "
             "has been trained already wants smaller steps and fewer of them.",
@@ -125,15 +125,15 @@ def lesson(pair: tuple[str, str]) -> str:
     chosen: dict[str, list[str]] = {reason: [] for reason, _ in reasons}
     for hunk in hunks(*pair):
         fitting = [reason for reason, pieces in reasons if any(piece in hunk for piece in pieces)]
-        if not fitting:
+        if fitting:
+            chosen[fitting[0]].append(hunk)
+        elif not any(piece in hunk for piece in NAMES):
             raise SystemExit(f"no reason for this hunk of {' and '.join(pair)}:\n{hunk}")
-        chosen[fitting[0]].append(hunk)
     lines = []
     for reason, found in chosen.items():
         if not found:
             raise SystemExit(f"no hunk for: {reason}")
-        if reason != NAMES:
-            lines += [f"{reason}\n", "```diff", *"\n \n".join(found).splitlines(), "```\n"]
+        lines += [f"{reason}\n", "```diff", *"\n \n".join(found).splitlines(), "```\n"]
     return "\n".join(lines).rstrip()
 
 

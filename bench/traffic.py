@@ -47,7 +47,7 @@ def table(whole: int, in_blocks: int, ranks: int) -> str:
         ),
         (
             "`fsdp2_pretrain.py --reshard_after_forward false`",
-            "1/N of everything, and the whole parameters from forward to backward",
+            "1/N of everything, and the whole parameters from first forward to last backward",
             16 * gb / ranks + 2 * gb,
             "all-gather before forward, P(N-1)/N; reduce-scatter, G(N-1)/N",
             (2 + 4) * gb * share,

@@ -369,7 +369,7 @@ def test_global_batches_do_not_depend_on_the_world_size(batches, monkeypatch, ba
     assert step(batches(batching=batching, seed=1), 1) != step(made, 1)
 
 
-def test_ranks_of_one_micro_step_hold_similar_lengths(batches, monkeypatch):
+def test_ranks_of_one_micro_step_hold_similar_lengths_in_turns(batches, monkeypatch):
     made = batches()
     widths = []
     monkeypatch.setattr(common, "world_size", lambda: 2)
@@ -377,7 +377,10 @@ def test_ranks_of_one_micro_step_hold_similar_lengths(batches, monkeypatch):
         monkeypatch.setattr(common, "rank", lambda rank=rank: rank)
         widths.append([b["labels"].shape[1] for b in made.global_batch(0).micro_batches])
     everything = sorted(widths[0] + widths[1])
-    assert sorted(zip(*widths)) == list(zip(everything[::2], everything[1::2]))
+    turns = list(zip(everything[::2], everything[1::2]))  # shorter, longer
+    turns[1::2] = [turn[::-1] for turn in turns[1::2]]
+    assert list(zip(*widths)) == turns
+    assert len(turns) > 1 and any(a != b for a, b in turns)
 
 
 def test_stream_hands_out_the_steps_in_order_and_passes_errors_on(batches, monkeypatch):

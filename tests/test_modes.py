@@ -42,6 +42,7 @@ EXPECTED = {
     "chunked_loss_bf16": ("fp32", 1e-2, 5e-2),
     "ac_selective_bf16": ("fp32", 1e-2, 5e-2),
     "reduce_every_bf16": ("fp32", 1e-2, 5e-2),
+    "keep_bf16": ("fp32", 1e-2, 5e-2),
 }
 CASES = [
     f"{name} {mode}"
@@ -76,6 +77,10 @@ def test_parameters_are_fp32_tied_and_sharded(seen, case):
 @pytest.mark.parametrize("name", ["fsdp1", "fsdp2"])
 def test_losses_are_equal_to_the_last_bit_without_clipping(seen, name):
     assert seen[f"{name} no_clip"]["losses"] == seen["ddp no_clip"]["losses"]
+
+
+def test_gradients_accumulate_in_fp32_whether_parameters_stay_whole_or_not(seen):
+    assert seen["fsdp2 keep_bf16"]["final"] == seen["fsdp2 bf16"]["final"]
 
 
 def test_ddp_ranks_hold_the_same_parameters_after_each_step(seen):

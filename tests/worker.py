@@ -51,6 +51,7 @@ OWN_MODES = {
         "reduce_every": {"reduce_every_micro_batch": True},
         "reduce_every_bf16": {"reduce_every_micro_batch": True, "precision": "bf16"},
         "keep_after_forward": {"reshard_after_forward": False},
+        "keep_bf16": {"reshard_after_forward": False, "precision": "bf16"},
         "hybrid": {"dp_replicate": 2},
         "cpu_offload": {"cpu_offload": True},
     },
