@@ -72,7 +72,7 @@ def save_weights(folder: Path) -> None:
     Qwen2ForCausalLM(shape).save_pretrained(folder / "weights")
 
 
-def prepare_pretraining(folder: Path, steps: int = 12) -> None:
+def prepare_pretraining(folder: Path, steps: int = 30) -> None:
     """Documents that fill a row each, and the rows in the order of our batch plan."""
     save_weights(folder)
     text = "".join(Path(f).read_text("ascii", "ignore") for f in common.standard_library_files())
@@ -100,7 +100,7 @@ def prepare_pretraining(folder: Path, steps: int = 12) -> None:
     (folder / "settings.json").write_text(json.dumps(settings))
 
 
-def prepare_fine_tuning(folder: Path, steps: int = 8) -> None:
+def prepare_fine_tuning(folder: Path, steps: int = 16) -> None:
     """Conversations, a tokenizer with our template, and those of them that ours trains on."""
     save_weights(folder)
     files = common.standard_library_files()
@@ -120,8 +120,8 @@ def prepare_fine_tuning(folder: Path, steps: int = 8) -> None:
     print(f"{len(chosen)} conversations, {training.pieces.labels.sum():,} tokens to learn")
     flags |= FLAGS | {"init_from": folder / "weights", "steps": steps}
     flags |= {"tokenizer": folder / "weights", "reshard_after_forward": False}
-    bucketed = {"bucket_edges": ["auto", 2048], "micro_batch_tokens": 2304}
-    bucketed |= {"global_batch_tokens": 4 * 2304}
+    bucketed = {"bucket_edges": ["auto", 2048], "micro_batch_tokens": 2560}
+    bucketed |= {"global_batch_tokens": 4 * 2560}
     given = {
         "fsdp2_sft bucketed": words(flags | bucketed | {"run_dir": folder / "bucketed"}),
         "fsdp2_sft packed": words(flags | {"batching": "packed", "run_dir": folder / "packed"}),
