@@ -22,6 +22,7 @@ import fcntl
 import functools
 import glob
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -1384,6 +1385,10 @@ def to_device(micro_batch: dict[str, Any], device: torch.device) -> dict[str, An
 VARIABLE_LENGTH_OPS = [torch.ops.torch_attn._varlen_attn.default]
 if flash_attn_varlen_func is not None:
     VARIABLE_LENGTH_OPS.append(torch.ops.flash_attn._flash_attn_varlen_forward.default)
+# Fewer heads of keys and values than of queries; torch's own kernel takes them from 2.12 on.
+KERNEL_TAKES_GROUPS = (
+    flash_attn_varlen_func is not None or "enable_gqa" in inspect.signature(varlen_attn).parameters
+)
 
 
 def document_attention(
@@ -1415,14 +1420,17 @@ def document_attention(
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale, groups = kwargs.get("scaling"), query.shape[1] // key.shape[1]
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    if query.is_cuda and query.dtype != torch.float32:  # what the variable-length kernels take
+    kernel = query.is_cuda and query.dtype != torch.float32  # what variable-length kernels take
+    if not (kernel and KERNEL_TAKES_GROUPS):
+        key, value = repeat_kv(key, groups), repeat_kv(value, groups)
+    if kernel:
         flat = [x[0].transpose(0, 1) for x in (query, key, value)]  # [tokens, heads, head size]
         limits = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
         if flash_attn_varlen_func is not None:
             output = flash_attn_varlen_func(*flat, *limits, softmax_scale=scale, causal=True)
         else:
-            output = varlen_attn(*flat, *limits, scale=scale, window_size=(-1, 0))
+            grouped = {"enable_gqa": True} if KERNEL_TAKES_GROUPS else {}
+            output = varlen_attn(*flat, *limits, scale=scale, window_size=(-1, 0), **grouped)
         return output[None], None
     return attention_document_by_document(query, key, value, cu_seq_lens_q, scale), None
 
@@ -2378,7 +2386,7 @@ class Run:
             progress.skipped_steps += 1
             self.say(f"step {step} skipped: loss {loss}, gradient norm {grad_norm}")
         progress.tokens += batch.labels
-        compiles = self.config.compile and step < self.first_step + self.config.eval_every
+        compiles = self.config.compile and step <= self.first_step + self.config.eval_every
         self.watchdog.expect(step + 1, patience=10 if compiles else 1)
         flops = self.size.flops(batch.tokens, batch.attended)
         peak = self.peak_flops and self.peak_flops * world_size()
@@ -2559,7 +2567,11 @@ class Watchdog:
 
     def __init__(self, minutes: float, directory: Path, device: torch.device):
         from torch._C import _distributed_c10d
-        from torch.distributed.distributed_c10d import _get_default_store, _world
+        from torch.distributed.distributed_c10d import (
+            _get_default_store,
+            _set_pg_timeout,
+            _world,
+        )
 
         recorder = "_dump_nccl_trace_json" if device.type == "cuda" else "_dump_fr_trace_json"
         self.recorded = getattr(_distributed_c10d, recorder, None)
@@ -2569,6 +2581,8 @@ class Watchdog:
         self.store = _get_default_store().clone()  # a connection of its own: the other may block
         patient = {patient_group(purpose) for purpose in PATIENT}
         self.groups = [group for group in _world.pg_map if group not in patient]
+        for group in self.groups:  # a mesh gives its own the default of 30 minutes, or of 10
+            _set_pg_timeout(datetime.timedelta(minutes=20 * minutes + 1), group)
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.watch, daemon=True)
         self.thread.start()

@@ -7,7 +7,7 @@ What moves in a step, with P the bytes of the model and N ranks: an all-reduce o
 2P(N-1)/N, in buckets that start on their way while backward still computes earlier layers. (And
 rank 0's rotary table before a forward, a few hundred bytes: DDP broadcasts buffers by default.)
 
-Choose it when model, gradients and moments fit on one GPU with room to spare: nothing is faster.
+Choose it when model, gradients and moments fit on one GPU with room to spare: nothing is simpler.
 
     torchrun --standalone --nproc-per-node=2 ddp_pretrain.py
 
@@ -232,6 +232,7 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
         initialize(block.modules(), names, model, device)
     if config.precision == "bf16":  # products in bf16; parameters, gradients and AdamW stay fp32
         model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
+    torch._dynamo.config.optimize_ddp = False  # it would cut a block's graph where buckets end
     model = DistributedDataParallel(
         model,
         device_ids=[device.index] if device.type == "cuda" else None,

@@ -1,13 +1,13 @@
 """Causal-LM pretraining with FSDP1: FullyShardedDataParallel shards flat parameters.
 
-What a rank keeps: 1/N of every parameter, of its gradient and of its two AdamW moments (N ranks);
-while a block computes, that block's parameters whole. FSDP1 lays a block's parameters end to end
-in one flat tensor and cuts that in N.
+What a rank keeps: 1/N of all parameters, gradients and AdamW moments (N ranks); while a block
+computes, that block's parameters whole. FSDP1 lays a block's parameters end to end in
+one flat tensor and cuts that in N.
 
 What moves in a step, with P the bytes of the model: before a block's forward and again before its
-backward an all-gather of its parameters, P(N-1)/N each over all blocks; after its backward a
-reduce-scatter of its gradients, P(N-1)/N. Together 3P(N-1)/N, half as much again as DDP (in bf16,
-whose gathers are half the size, as much as DDP), most of it while a neighbouring block computes.
+backward an all-gather of its parameters, 2P(N-1)/N over all blocks; after its backward a
+reduce-scatter of its gradients, P(N-1)/N. That is half as much again as DDP (as much in bf16, which
+halves the gathers), most of it while a neighbour computes. Each of k micro-batches gathers anew.
 
 Choose FSDP2 instead for anything new; this is for reading and keeping what was built on FSDP1.
 

@@ -1,19 +1,22 @@
 """The scripts against bare loops of their strategies and against the libraries people would pick.
 
     python -m venv .peers && .peers/bin/pip install -r bench/requirements.txt
-    python bench/compare.py [ROUNDS]
+    python bench/compare.py [TURNS]
 
-One model, Qwen2's shape with 4 layers of width 256, in fp32 on 2 gloo ranks with one thread each;
-contestants in turn, ROUNDS times. Pretraining: rows of 256 tokens, 8 a rank; the same rows from the
-same weights, so that all must show the same losses. Fine-tuning: 2,000 conversations of up to 2,048
-bytes, about 8,000 tokens a step. Prints tokens per second without padding (the first steps left
-out) and ratios to the reference of the same round; writes docs/compare.json and compare.png.
+One model, Qwen2's shape with 4 layers of width 256, in fp32 on 2 gloo ranks with one thread each.
+Contestants that are compared are alive at the same time, and one after the other trains three steps
+while the others stand still, TURNS times: the speed of a shared machine changes within minutes.
+Pretraining: rows of 256 tokens, 8 a rank; the same rows from the same weights, so that all must
+show the same losses. Fine-tuning: 2,000 conversations of up to 2,048 bytes, about 8,000 tokens a
+step. Prints tokens per second without padding and the ratio to a reference, both the median of the
+turns after the first; writes docs/compare.json and compare.png.
 """
 
 import json
 import math
 import os
 import platform
+import select
 import statistics
 import subprocess
 import sys
@@ -24,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from contestant import TURN
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 ROOT = Path(__file__).parents[1]
@@ -32,23 +36,22 @@ import common  # noqa: E402
 import ddp_pretrain  # noqa: E402
 import fsdp2_sft  # noqa: E402
 
-SKIPPED = 3  # steps that are not timed
 PEERS = "python -m venv .peers && .peers/bin/pip install -r bench/requirements.txt"
 STRATEGIES = ["ddp", "fsdp1", "fsdp2"]
 BEST = "bf16, compiled"
-PRETRAINING = {  # contestant -> what it is compared with
-    **{f"bare {name}": f"bare {name}" for name in STRATEGIES},
-    **{f"{name}_pretrain": f"bare {name}" for name in STRATEGIES},
-    "trainer ddp": "bare ddp",
-    **{f"{name}_pretrain {BEST}": f"{name}_pretrain" for name in STRATEGIES},
-}
-FINE_TUNING = {
-    "trl default": "trl grouped",
-    "trl grouped": "trl grouped",
-    "trl packed": "trl packed",
-    "fsdp2_sft bucketed": "trl grouped",
-    "fsdp2_sft packed": "trl packed",
-}
+PRETRAINING = [  # groups that take turns: contestant -> what it is compared with
+    {
+        f"bare {name}": f"bare {name}",
+        f"{name}_pretrain": f"bare {name}",
+        **({"trainer ddp": "bare ddp"} if name == "ddp" else {}),
+        f"{name}_pretrain {BEST}": f"{name}_pretrain",
+    }
+    for name in STRATEGIES
+]
+FINE_TUNING = [
+    {name: "trl grouped" for name in ("trl default", "trl grouped", "fsdp2_sft bucketed")},
+    {name: "trl packed" for name in ("trl packed", "fsdp2_sft packed")},
+]
 FLAGS: dict[str, Any] = {
     "learning_rate": 1e-3, "min_learning_rate": 1e-3, "warmup_steps": 0, "weight_decay": 0,
     "grad_clip": 0, "eval_every": 10**6, "eval_batches": 2, "checkpoint_every": 10**6,
@@ -72,7 +75,7 @@ def save_weights(folder: Path) -> None:
     Qwen2ForCausalLM(shape).save_pretrained(folder / "weights")
 
 
-def prepare_pretraining(folder: Path, steps: int = 30) -> None:
+def prepare_pretraining(folder: Path, steps: int) -> None:
     """Documents that fill a row each, and the rows in the order of our batch plan."""
     save_weights(folder)
     text = "".join(Path(f).read_text("ascii", "ignore") for f in common.standard_library_files())
@@ -93,14 +96,14 @@ def prepare_pretraining(folder: Path, steps: int = 30) -> None:
     flags |= FLAGS | {"init_from": folder / "weights", "steps": steps}
     given = {}
     for name in STRATEGIES:
-        own = words(flags | {"run_dir": folder / name})
-        given[f"{name}_pretrain"] = own
-        given[f"{name}_pretrain {BEST}"] = [*own, "--precision", "bf16", "--compile"]
+        given[f"{name}_pretrain"] = words(flags | {"run_dir": folder / name})
+        best = {"run_dir": folder / f"{name} best", "precision": "bf16", "compile": True}
+        given[f"{name}_pretrain {BEST}"] = words(flags | best)
     settings = {"learning_rate": FLAGS["learning_rate"], "flags": given}
     (folder / "settings.json").write_text(json.dumps(settings))
 
 
-def prepare_fine_tuning(folder: Path, steps: int = 16) -> None:
+def prepare_fine_tuning(folder: Path, steps: int) -> None:
     """Conversations, a tokenizer with our template, and those of them that ours trains on."""
     save_weights(folder)
     files = common.standard_library_files()
@@ -133,61 +136,109 @@ def prepare_fine_tuning(folder: Path, steps: int = 16) -> None:
     (folder / "settings.json").write_text(json.dumps(settings))
 
 
-def run(python: str, folder: Path, name: str, ranks: int = 2) -> dict[str, Any]:
-    """One contestant, as contestant.py notes it."""
-    out = folder / "out.json"
-    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(ROOT / "bench/contestant.py"), str(out), str(folder), name]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise SystemExit(f"{name}: {done.stderr[-8000:]}")
-    return json.loads(out.read_text())
+class Contestant:
+    """A launch of contestant.py, which trains the first turn and then waits for the next."""
+
+    def __init__(self, python: str, folder: Path, name: str, ranks: int = 2):
+        self.name, self.folder = name, folder / name
+        self.folder.mkdir(parents=True)
+        self.pipes = {}  # open at both ends: opening waits for nobody
+        for pipe in (f"{kind} {rank}" for kind in ("go", "done") for rank in range(ranks)):
+            os.mkfifo(self.folder / pipe)
+            self.pipes[pipe] = os.open(self.folder / pipe, os.O_RDWR)
+        command = [python, "-m", "torch.distributed.run", "--standalone"]
+        command += [f"--nproc-per-node={ranks}", str(ROOT / "bench/contestant.py")]
+        command += [str(self.folder / "out.json"), str(folder), name]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        with open(self.folder / "stderr", "w") as errors:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=subprocess.DEVNULL, stderr=errors
+            )
+
+    def go(self, turns: int = 1) -> None:
+        for name, pipe in self.pipes.items():
+            if name.startswith("go"):
+                os.write(pipe, b"." * turns)
+
+    def wait(self) -> None:
+        """Until all ranks have ended their turn."""
+        for name, pipe in self.pipes.items():
+            while name.startswith("done") and not select.select([pipe], [], [], 1)[0]:
+                if self.process.poll() is not None:
+                    self.fail()
+            if name.startswith("done"):
+                os.read(pipe, 1)
+
+    def finish(self) -> dict[str, Any]:
+        """Train to the end; what contestant.py notes."""
+        self.go(1000)
+        if self.process.wait():
+            self.fail()
+        for pipe in self.pipes.values():
+            os.close(pipe)
+        return json.loads((self.folder / "out.json").read_text())
+
+    def fail(self) -> None:
+        raise SystemExit(f"{self.name}: {(self.folder / 'stderr').read_text()[-8000:]}")
 
 
 def prove_equal_work(seen: dict[str, dict[str, Any]], settings: dict[str, Any]) -> None:
     """Pretraining: the losses of every step are equal. Fine-tuning: so many tokens are learned."""
     for name, one in seen.items():
         if "learned" in settings:
-            equal = one.get("learned", settings["learned"]) == settings["learned"]
+            equal = one["learned"] == settings["learned"]
         else:
             within = 0.05 if BEST in name else 1e-3  # bf16 rounds to 3 digits
-            pairs = zip(one["losses"], seen["bare ddp"]["losses"])
+            pairs = zip(one["losses"], seen["bare ddp"]["losses"], strict=True)
             equal = all(abs(a / b - 1) < within for a, b in pairs)
         if not equal:
             raise SystemExit(f"{name} does other work: {one['losses']}, {one.get('learned')}")
 
 
-def contest(contestants: dict[str, str], rounds: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """Run all in turn, print the table; returns it."""
-    rates: dict[str, list[float]] = {name: [] for name in contestants}
-    last: dict[str, dict[str, Any]] = {}
-    for _ in range(rounds):
-        for name in contestants:
-            peer = name.split()[0] in ("trainer", "trl")
-            last[name] = run(
-                str(ROOT / ".peers/bin/python") if peer else sys.executable, folder, name
-            )
-            tokens, seconds = (sum(last[name][key][SKIPPED:]) for key in ("tokens", "seconds"))
-            rates[name].append(tokens / seconds)
-            print(f"{name}: {rates[name][-1]:,.0f} tokens/s", flush=True)
-    prove_equal_work(last, json.loads((folder / "settings.json").read_text()))
-    table = {}
-    for name, reference in contestants.items():
-        seen = last[name]
-        row = {
+def take_turns(group: dict[str, str], turns: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """Run the contestants of a group; what each notes."""
+    running = []
+    for name in group:  # one after the other also at the start
+        peer = name.split()[0] in ("trainer", "trl")
+        python = str(ROOT / ".peers/bin/python") if peer else sys.executable
+        running.append(Contestant(python, folder, name))
+        running[-1].wait()
+    for _ in range(turns):
+        for contestant in running:
+            contestant.go()
+            contestant.wait()
+    return {contestant.name: contestant.finish() for contestant in running}
+
+
+def contest(groups: list[dict[str, str]], turns: int, folder: Path) -> dict[str, dict[str, Any]]:
+    """The table of all contestants."""
+    seen: dict[str, dict[str, Any]] = {}
+    for group in groups:
+        seen |= take_turns(group, turns, folder)
+        print(", ".join(group), "are done", flush=True)
+    prove_equal_work(seen, json.loads((folder / "settings.json").read_text()))
+    rates = {}
+    for name, one in seen.items():
+        tokens, seconds = (
+            [sum(one[kind][i : i + TURN]) for i in range(TURN, len(one[kind]), TURN)]
+            for kind in ("tokens", "seconds")
+        )
+        rates[name] = [a / b for a, b in zip(tokens, seconds)]
+    return {
+        name: {
             "tokens_per_second": statistics.median(rates[name]),
             "reference": reference,
             "ratio": statistics.median(a / b for a, b in zip(rates[name], rates[reference])),
-            "padding": seen.get("padding", 0.0),
-            "waited": seen.get("waited"),
-            "peak_gib": seen["peak_gib"],
-            "losses": seen["losses"],
+            "padding": seen[name].get("padding", 0.0),
+            "waited": seen[name].get("waited"),
+            "peak_gib": seen[name]["peak_gib"],
+            "losses": seen[name]["losses"],
             "all": rates[name],
-            "learned": seen.get("learned"),
+            "learned": seen[name].get("learned"),
         }
-        table[name] = row
-    return table
+        for group in groups
+        for name, reference in group.items()
+    }
 
 
 def markdown(table: dict[str, dict[str, Any]]) -> str:
@@ -220,7 +271,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             ours = name.split()[0] not in ("bare", "trainer", "trl")
             colour = "#1d3557" if ours else "#a8b3c2"
             axis.barh(place, row["tokens_per_second"], color=colour)
-            axis.plot(row["all"], [place] * len(row["all"]), "|", color="#f2a65a")  # the rounds
+            axis.plot(row["all"], [place] * len(row["all"]), "|", color="#f2a65a")  # the turns
         axis.set_yticks(range(len(names)), names, fontsize=8)
         axis.set_title(f"{work}: tokens/s", fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
@@ -228,23 +279,23 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
-WORKS: dict[str, tuple[Callable[[Path], None], dict[str, str]]] = {
+WORKS: dict[str, tuple[Callable[[Path, int], None], list[dict[str, str]]]] = {
     "pretraining": (prepare_pretraining, PRETRAINING),
     "fine-tuning": (prepare_fine_tuning, FINE_TUNING),
 }
 
 
 def main() -> None:
-    rounds = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    turns = int(sys.argv[1]) if len(sys.argv) > 1 else 9
     if not (ROOT / ".peers/bin/python").exists():
         raise SystemExit(f"first: {PEERS}")
     result: dict[str, Any] = {
         "cores": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__,
     }  # fmt: skip
-    for work, (prepare, contestants) in WORKS.items():
+    for work, (prepare, groups) in WORKS.items():
         with tempfile.TemporaryDirectory() as folder:
-            prepare(Path(folder))
-            result[work] = contest(contestants, rounds, Path(folder))
+            prepare(Path(folder), TURN * (1 + turns))
+            result[work] = contest(groups, turns, Path(folder))
         print(markdown(result[work]), flush=True)
     (ROOT / "docs/compare.json").write_text(json.dumps(result, indent=1) + "\n")
     draw(result, ROOT / "docs/compare.png")

@@ -2,6 +2,7 @@
 
     torchrun ... bench/contestant.py OUT FOLDER NAME
 
+After every TURN steps it stands still until it is told to go on, as the next one has its turn.
 FOLDER holds `weights` (a Hugging Face model), `rows.pt` (int64 [steps, rows of all ranks, 257]) and
 `settings.json`. The scripts run as they are: only the end of a step is noted. A bare loop is the
 strategy and nothing else. Runs in either environment: ours for `bare` and scripts, the peers' for
@@ -12,6 +13,7 @@ import json
 import os
 import resource
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -22,25 +24,42 @@ import torch.distributed as dist
 ROOT = Path(__file__).parents[1]
 
 
-class Notes:
-    """When each step ended, and its loss."""
+TURN = 3  # steps
 
-    def __init__(self) -> None:
-        self.times = [time.perf_counter()]
+
+class Notes:
+    """Seconds of each step, its tokens and loss. `go` and `done` are pipes, of every rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.started = time.perf_counter()
+        self.seconds: list[float] = []
         self.losses: list[Any] = []
         self.tokens: list[int] = []  # read by all ranks, without padding
         self.more: dict[str, Any] = {}
+        self.running = threading.Event()  # for other threads of this rank
+        self.running.set()
+        rank = os.environ["RANK"]
+        self.done = open(folder / f"done {rank}", "wb", buffering=0)
+        self.go = open(folder / f"go {rank}", "rb", buffering=0)
+
+    def start(self) -> None:
+        self.started = time.perf_counter()
 
     def step(self, loss: Any = None, tokens: int = 0) -> None:
-        self.times.append(time.perf_counter())
+        self.seconds.append(time.perf_counter() - self.started)
         self.losses.append(loss)
         self.tokens.append(tokens)
+        if len(self.seconds) % TURN == 0:
+            self.running.clear()
+            self.done.write(b".")
+            self.go.read(1)
+            self.running.set()
+        self.start()
 
     def write(self, out: str) -> None:
         if int(os.environ["RANK"]) == 0:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-            seconds = [b - a for a, b in zip(self.times, self.times[1:])]
-            seen = {"seconds": seconds, "losses": self.losses, "tokens": self.tokens}
+            seen = {"seconds": self.seconds, "losses": self.losses, "tokens": self.tokens}
             Path(out).write_text(json.dumps(seen | {"peak_gib": peak} | self.more))
 
 
@@ -51,7 +70,8 @@ def script(name: str, folder: Path, notes: Notes, flags: list[str]) -> None:
 
     import common
 
-    log_step = common.Run.log_step
+    log_step, make = common.Run.log_step, common.Batches.global_batch
+    split_batches = common.split_batches
 
     def noted(run: Any, step: int, batch: Any, loss: float, *arguments: Any) -> None:
         log_step(run, step, batch, loss, *arguments)
@@ -59,16 +79,24 @@ def script(name: str, folder: Path, notes: Notes, flags: list[str]) -> None:
         padding.append(batch.fractions["padding_fraction"])
         waited.append(arguments[-1] / arguments[-2])
 
+    def made_in_turn(training: Any, step: int) -> Any:
+        notes.running.wait()
+        return make(training, step)
+
+    def counted(*arguments: Any) -> list:
+        training, validation = split_batches(*arguments)
+        notes.more["learned"] = int(training.pieces.labels.sum())
+        return [training, validation]
+
     padding: list[float] = []
     waited: list[float] = []  # for data, of the time of the step
-    common.Run.log_step = noted
+    common.Run.log_step, common.Batches.global_batch = noted, made_in_turn
+    common.split_batches = counted
     common.export = common.Run.finish = lambda *_: None  # only training is compared
     sys.argv = [f"{name}.py", *flags]
     importlib.import_module(name).main()
-    notes.more = {
-        "padding": sum(padding) / len(padding),
-        "waited": sorted(waited)[len(waited) // 2],
-    }
+    notes.more["padding"] = sum(padding) / len(padding)
+    notes.more["waited"] = sorted(waited)[len(waited) // 2]
 
 
 def bare(strategy: str, folder: Path, notes: Notes, settings: dict[str, Any]) -> None:
@@ -101,7 +129,7 @@ def bare(strategy: str, folder: Path, notes: Notes, settings: dict[str, Any]) ->
     )  # fmt: skip
     rows = torch.load(folder / "rows.pt").chunk(ranks, dim=1)[rank]  # [steps, rows, 257]
     dist.barrier()
-    notes.times = [time.perf_counter()]
+    notes.start()
     for batch in rows:
         logits = model(input_ids=batch[:, :-1], use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
@@ -121,7 +149,7 @@ def trainer(strategy: str, folder: Path, notes: Notes, settings: dict[str, Any])
 
     class Clock(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            notes.times = [time.perf_counter()]
+            notes.start()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             notes.step(tokens=rows.shape[1] * 256)
@@ -176,7 +204,7 @@ def trl(mode: str, folder: Path, notes: Notes, settings: dict[str, Any]) -> None
 
     class Clock(TrainerCallback):
         def on_train_begin(self, *_: Any, **__: Any) -> None:
-            notes.times = [time.perf_counter()]
+            notes.start()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             notes.step(tokens=read.pop(), loss=None)
@@ -207,7 +235,7 @@ def trl(mode: str, folder: Path, notes: Notes, settings: dict[str, Any]) -> None
 def main() -> None:
     out, folder, name = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     settings = json.loads((folder / "settings.json").read_text())
-    notes = Notes()
+    notes = Notes(folder / name)
     kind, _, strategy = name.partition(" ")
     if kind == "bare":
         bare(strategy, folder, notes, settings)

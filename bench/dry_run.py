@@ -89,7 +89,8 @@ class Watch(common.CollectiveLog):
         self.flops = 0
         self.pieces: WeakIdKeyDictionary = WeakIdKeyDictionary()  # storage -> Piece
         self.held: Counter[str] = Counter()  # bytes, by kind
-        self.peak: dict[str, int] = {}
+        self.peak: dict[str, int] = {}  # when most is held on the device
+        self.in_cpu_memory: tuple[str, ...] = ()  # kinds that are elsewhere
 
     def __enter__(self) -> "Watch":
         resize, watch = torch.UntypedStorage.resize_, self
@@ -147,8 +148,11 @@ class Watch(common.CollectiveLog):
             piece.kind = kind
         piece.bytes = storage.nbytes()
         self.held[piece.kind] += piece.bytes
-        if self.held.total() > sum(self.peak.values()):
+        if self.on_device(self.held) > self.on_device(self.peak):
             self.peak = {kind: size for kind, size in self.held.items() if size}
+
+    def on_device(self, held: dict[str, int]) -> int:
+        return sum(size for kind, size in held.items() if kind not in self.in_cpu_memory)
 
     def freed(self, piece: Piece) -> None:
         self.held[piece.kind] -= piece.bytes
@@ -326,6 +330,7 @@ def dry_run(
     """Build and train one step as rank 0 of `WORLD_SIZE`; nothing has numbers."""
     ranks, shape = int(os.environ["WORLD_SIZE"]), shape_of(script, config, vocabulary)
     fake, watch = FakeTensorMode(allow_non_fake_inputs=True), watch or Watch()
+    watch.in_cpu_memory = in_cpu_memory(config)
     with fake_ranks(ranks, ranks_per_node), adapted(script), fake, watch:
         model, decayed = script.build_model(config, shape, CPU)
         batch = batch_of(config)
@@ -439,7 +444,6 @@ def explain(report: Report, script: Any, config: Any) -> str:
 
 
 def describe(report: Report, script: Any, config: Any, options: argparse.Namespace) -> str:
-    in_cpu_memory = ["parameters", "gradients", "optimizer state"] if offloads(config) else []
     rows = {
         "parameters": report.parameters,
         "gradients": report.gradients,
@@ -457,7 +461,7 @@ def describe(report: Report, script: Any, config: Any, options: argparse.Namespa
     ]
     for kind, size in sorted(report.peak.items(), key=lambda item: -item[1]):
         label = kind if kind != "backward" else "backward: whole gradients, buffers, temporaries"
-        label += " (in CPU memory)" if kind in in_cpu_memory else ""
+        label += " (in CPU memory)" if kind in in_cpu_memory(config) else ""
         lines.append(f"| {label} | {size / MIB:,.2f} MiB |")
     lines.append(f"| **peak** | **{on_device(report, config) / MIB:,.2f} MiB** |\n")
     lines.append(common.collectives_table(report.calls))
@@ -469,17 +473,16 @@ def describe(report: Report, script: Any, config: Any, options: argparse.Namespa
     return "\n".join(lines)
 
 
-def offloads(config: Any) -> bool:
-    return getattr(config, "cpu_offload", False)
+def in_cpu_memory(config: Any) -> tuple[str, ...]:
+    """Kinds of memory that are offloaded."""
+    offloads = getattr(config, "cpu_offload", False)
+    return ("parameters", "gradients", "optimizer state") if offloads else ()
 
 
 def on_device(report: Report, config: Any) -> int:
     """The peak, without what is in CPU memory when offloaded."""
-    kept = sum(report.peak.values())
-    if offloads(config):
-        elsewhere = ("parameters", "gradients", "optimizer state")
-        kept -= sum(report.peak.get(kind, 0) for kind in elsewhere)
-    return kept
+    elsewhere = in_cpu_memory(config)
+    return sum(size for kind, size in report.peak.items() if kind not in elsewhere)
 
 
 def estimate(report: Report, options: argparse.Namespace) -> str:
@@ -497,9 +500,9 @@ def estimate(report: Report, options: argparse.Namespace) -> str:
 
 def advice(report: Report, script: Any, config: Any, options: argparse.Namespace) -> str:
     """Whether it fits, and what to turn on, each with its measured effect, until it does."""
-    room = options.memory_gib * GIB
+    room = 0.9 * options.memory_gib * GIB  # the allocator and NCCL need some
     verdict = "fits" if on_device(report, config) <= room else "does not fit"
-    lines = [f"\n{verdict} {options.memory_gib:g} GiB"]
+    lines = [f"\n{verdict} {options.memory_gib:g} GiB if a tenth stays free"]
     while on_device(report, config) > room:
         step = next_step(script, config)
         if step is None:
@@ -609,7 +612,8 @@ def main() -> None:
     script = importlib.import_module(name)
     be_rank_0(options.ranks, options.ranks_per_node)
     micro = options.micro_batch_tokens or script.Config().micro_batch_tokens
-    words += ["--precision", options.precision or "bf16", "--micro_batch_tokens", str(micro)]
+    precision = "bf16" if options.precision in (None, "auto") else options.precision
+    words += ["--precision", precision, "--micro_batch_tokens", str(micro)]
     words += ["--global_batch_tokens", str(options.global_batch_tokens or options.ranks * micro)]
     sys.argv = [options.script, *words]
     config = common.parse_config(script.Config)

@@ -35,6 +35,7 @@ BASE: dict[str, Any] = {
     "bucket_edges": [2048], "micro_batch_tokens": 16384 if CUDA else 4096,
 }  # fmt: skip
 RAGGED = {"bucket_edges": [256, 512, 1024, 2048]}
+CHUNK_LOGITS = ddp_pretrain.CHUNK_LOGITS  # the same in all scripts
 ALL_LOGITS = 2**62  # at a time: none is computed again
 SETTINGS: list[tuple[str, str, dict[str, Any]]] = [  # what, script, flags
     ("DDP", "ddp_pretrain", {}),
@@ -77,8 +78,7 @@ def batches(config: Any, device: torch.device) -> common.Batches:
 def measure(name: str, flags: dict[str, Any], device: torch.device, profile: bool = False) -> dict:
     """Some steps of a script; tokens per second without padding, MFU, peak memory in GiB."""
     script, flags = importlib.import_module(name), BASE | flags
-    whole_chunk = script.CHUNK_LOGITS
-    script.CHUNK_LOGITS = flags.pop("CHUNK_LOGITS", whole_chunk)
+    script.CHUNK_LOGITS = flags.pop("CHUNK_LOGITS", CHUNK_LOGITS)
     flags["global_batch_tokens"] = flags["micro_batch_tokens"] * dist.get_world_size()
     config = script.Config(**flags)
     common.check_config(config)
@@ -95,36 +95,50 @@ def measure(name: str, flags: dict[str, Any], device: torch.device, profile: boo
     tokens = flops = 0
     for step, batch in enumerate(training.stream(0, WARM + STEPS)):
         if step == WARM:
+            synchronize()
             if CUDA:
                 torch.cuda.reset_peak_memory_stats()
             started = time.perf_counter()
-        script.train_step(model, optimizer, batch, config, device, 1e-4)  # ends with a .item()
+        script.train_step(model, optimizer, batch, config, device, 1e-4)
         if step >= WARM:
             tokens += batch.tokens
             flops += size.flops(batch.tokens, batch.attended)
+    synchronize()
     seconds = time.perf_counter() - started
     peak = common.peak_flops(device)
     seen = {
         "tokens_per_second": tokens / seconds,
         "mfu": peak and flops / seconds / peak / dist.get_world_size(),
         "peak_gib": common.peak_memory(device) / 2**30,
-        "floor_seconds": peak and flops / STEPS / peak,
+        "floor_seconds": peak and flops / STEPS / peak / dist.get_world_size(),
         "step_seconds": seconds / STEPS,
     }
     if profile:
         with torch.profiler.profile() as profiler:
             script.train_step(model, optimizer, batch, config, device, 1e-4)
-        kernels = [e for e in profiler.key_averages() if e.self_device_time_total]
+            synchronize()
+        kernels = [  # without the operators that launch them, and without FSDP's annotations
+            event
+            for event in profiler.key_averages()
+            if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation
+        ]
         kernels.sort(key=lambda event: -event.self_device_time_total)
         seen["kernels_ms"] = {e.key[:120]: e.self_device_time_total / 1e3 for e in kernels[:20]}
         seen["busy_ms"] = sum(e.self_device_time_total for e in kernels) / 1e3
-    script.CHUNK_LOGITS = whole_chunk
-    del model, optimizer
+    return seen
+
+
+def synchronize() -> None:
+    if CUDA:
+        torch.cuda.synchronize()
+
+
+def clean_up() -> None:
+    """Free the last model, also after an error: the next one's peak must not count it."""
     gc.collect()
     torch._dynamo.reset()
     if CUDA:
         torch.cuda.empty_cache()
-    return seen
 
 
 def main() -> None:
@@ -134,11 +148,12 @@ def main() -> None:
         capped = CUDA and "20 GiB" in what
         if capped:
             memory = torch.cuda.get_device_properties(device).total_memory
-            torch.cuda.set_per_process_memory_fraction(CAP / memory)
+            torch.cuda.set_per_process_memory_fraction(min(1.0, CAP / memory))
         try:
             table[what] = measure(script, flags, device)
         except torch.OutOfMemoryError as error:
             table[what] = {"error": str(error).split(".")[0]}
+        clean_up()
         if capped:
             torch.cuda.set_per_process_memory_fraction(1.0)
         print(what, table[what], flush=True)
@@ -152,6 +167,7 @@ def main() -> None:
         "settings": table,
         "best": {"setting": best} | measure(script, flags, device, profile=True),
     }
+    clean_up()
     print(json.dumps(result["best"], indent=1))
     if CUDA and dist.get_rank() == 0:
         (ROOT / "docs/gpu.json").write_text(json.dumps(result, indent=1) + "\n")

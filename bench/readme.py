@@ -19,7 +19,7 @@ import traffic
 
 ROOT = Path(__file__).parents[1]
 NAMES = [  # in hunks that only name things: they are left out if no reason has them
-    '"""Causal-LM', "What a rank keeps", "What moves in a step", "while a block computes",
+    '"""Causal-LM', "What a rank keeps", "What moves in a step", "parameters whole. FSDP",
     "Choose ", "torchrun --standalone", "`diff ", "import ", "run_dir: str",
     '"separate", "one state',
 ]  # fmt: skip

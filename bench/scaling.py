@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from compare import FLAGS, ROOT, common, run, words
+from compare import FLAGS, ROOT, Contestant, common, words
 from transformers import Qwen2Config
 
 STEPS, SKIPPED = 8, 3
@@ -53,7 +53,7 @@ def measure(script: str, length: int, width: int, micro_batches: int, ranks: int
             "global_batch_tokens": MICRO_BATCH * ranks * micro_batches,
         }  # fmt: skip
         (folder / "settings.json").write_text(json.dumps({"flags": {script: words(flags)}}))
-        seen = run(sys.executable, folder, script, ranks)
+        seen = Contestant(sys.executable, folder, script, ranks).finish()
     rates = [tokens / seconds for tokens, seconds in zip(seen["tokens"], seen["seconds"])]
     return {"tokens_per_second": statistics.median(rates[SKIPPED:]), "peak_gib": seen["peak_gib"]}
 

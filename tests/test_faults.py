@@ -509,3 +509,20 @@ def test_a_run_killed_twenty_times_ends_as_if_nothing_had_happened(
     assert losses(storm) == losses(whole) and same(storm, whole)
     assert kept(storm) == kept(whole)
     assert {p.name for p in storm.iterdir()} == {p.name for p in whole.iterdir()}
+
+
+def test_groups_of_a_mesh_wait_as_long_as_the_watchdog_needs():
+    code = """
+import datetime, os, pathlib, torch, torch.distributed as dist
+import common
+os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
+dist.init_process_group("gloo")
+mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+watchdog = common.Watchdog(60, pathlib.Path("."), torch.device("cpu"))
+for name in mesh.mesh_dim_names:
+    options = mesh.get_group(name)._get_backend(torch.device("cpu")).options
+    assert options._timeout == datetime.timedelta(minutes=1201), options._timeout
+os._exit(0)
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
