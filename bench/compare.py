@@ -5,11 +5,12 @@
 
 One model, Qwen2's shape with 4 layers of width 256, in fp32 on 2 gloo ranks with one thread each.
 Contestants that are compared are alive at the same time, and one after the other trains three steps
-while the others stand still, TURNS times: the speed of a shared machine changes within minutes.
+while the others stand still: the speed of a shared machine changes within minutes. Three runs of
+TURNS such turns each, without pause; the first three steps of all are left out.
 Pretraining: rows of 256 tokens, 8 a rank; the same rows from the same weights, so that all must
 show the same losses. Fine-tuning: 2,000 conversations of up to 2,048 bytes, about 8,000 tokens a
 step. Prints tokens per second without padding and the ratio to a reference, both the median of the
-turns after the first; writes docs/compare.json and compare.png.
+runs; writes docs/compare.json and compare.png.
 """
 
 import json
@@ -36,6 +37,7 @@ import common  # noqa: E402
 import ddp_pretrain  # noqa: E402
 import fsdp2_sft  # noqa: E402
 
+RUNS = 3
 PEERS = "python -m venv .peers && .peers/bin/pip install -r bench/requirements.txt"
 STRATEGIES = ["ddp", "fsdp1", "fsdp2"]
 BEST = "bf16, compiled"
@@ -196,14 +198,14 @@ def prove_equal_work(seen: dict[str, dict[str, Any]], settings: dict[str, Any]) 
 
 
 def take_turns(group: dict[str, str], turns: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """Run the contestants of a group; what each notes."""
+    """Train with the contestants of a group, a turn each; what each notes."""
     running = []
     for name in group:  # one after the other also at the start
         peer = name.split()[0] in ("trainer", "trl")
         python = str(ROOT / ".peers/bin/python") if peer else sys.executable
         running.append(Contestant(python, folder, name))
         running[-1].wait()
-    for _ in range(turns):
+    for _ in range(RUNS * turns):
         for contestant in running:
             contestant.go()
             contestant.wait()
@@ -217,10 +219,10 @@ def contest(groups: list[dict[str, str]], turns: int, folder: Path) -> dict[str,
         seen |= take_turns(group, turns, folder)
         print(", ".join(group), "are done", flush=True)
     prove_equal_work(seen, json.loads((folder / "settings.json").read_text()))
-    rates = {}
+    size, rates = TURN * turns, {}
     for name, one in seen.items():
         tokens, seconds = (
-            [sum(one[kind][i : i + TURN]) for i in range(TURN, len(one[kind]), TURN)]
+            [sum(one[kind][i : i + size]) for i in range(TURN, TURN + RUNS * size, size)]
             for kind in ("tokens", "seconds")
         )
         rates[name] = [a / b for a, b in zip(tokens, seconds)]
@@ -271,7 +273,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
             ours = name.split()[0] not in ("bare", "trainer", "trl")
             colour = "#1d3557" if ours else "#a8b3c2"
             axis.barh(place, row["tokens_per_second"], color=colour)
-            axis.plot(row["all"], [place] * len(row["all"]), "|", color="#f2a65a")  # the turns
+            axis.plot(row["all"], [place] * len(row["all"]), "|", color="#f2a65a")  # the runs
         axis.set_yticks(range(len(names)), names, fontsize=8)
         axis.set_title(f"{work}: tokens/s", fontsize=9)
         axis.spines[["top", "right"]].set_visible(False)
@@ -286,7 +288,7 @@ WORKS: dict[str, tuple[Callable[[Path, int], None], list[dict[str, str]]]] = {
 
 
 def main() -> None:
-    turns = int(sys.argv[1]) if len(sys.argv) > 1 else 9
+    turns = int(sys.argv[1]) if len(sys.argv) > 1 else 3
     if not (ROOT / ".peers/bin/python").exists():
         raise SystemExit(f"first: {PEERS}")
     result: dict[str, Any] = {
@@ -294,7 +296,7 @@ def main() -> None:
     }  # fmt: skip
     for work, (prepare, groups) in WORKS.items():
         with tempfile.TemporaryDirectory() as folder:
-            prepare(Path(folder), TURN * (1 + turns))
+            prepare(Path(folder), TURN * (1 + RUNS * turns))
             result[work] = contest(groups, turns, Path(folder))
         print(markdown(result[work]), flush=True)
     (ROOT / "docs/compare.json").write_text(json.dumps(result, indent=1) + "\n")

@@ -88,11 +88,12 @@ def draw(seen: dict[str, Any], path: Path) -> None:
         for row, (kind, label) in enumerate(kinds.items()):
             axis = axes[row, column]
             for script, colour in zip(SCRIPTS, colours):
-                points = [seen[sweep][script][str(value)][kind] for value in values]
+                points = np.array([seen[sweep][script][str(value)][kind] for value in values])
                 axis.plot(values, points, marker="o", color=colour, label=script)
             axis.set_xscale("log", base=2)
             axis.set_xticks(values, map(str, values))
-            axis.set_ylim(bottom=0)
+            axis.set_ylim(0, 1.1 * max(line.get_ydata().max() for line in axis.lines))
+            axis.tick_params(labelsize=7)
             axes[row, 0].set_ylabel(label)
         axes[1, column].set_xlabel(sweep)
     axes[0, 0].legend(frameon=False, fontsize=8)
