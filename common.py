@@ -2581,7 +2581,7 @@ class Watchdog:
         self.store = _get_default_store().clone()  # a connection of its own: the other may block
         patient = {patient_group(purpose) for purpose in PATIENT}
         self.groups = [group for group in _world.pg_map if group not in patient]
-        for group in self.groups:  # a mesh gives its own the default of 30 minutes, or of 10
+        for group in self.groups:  # those of a mesh have torch's default, 10 or 30 minutes
             _set_pg_timeout(datetime.timedelta(minutes=20 * minutes + 1), group)
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self.watch, daemon=True)

@@ -1,8 +1,8 @@
 """Causal-LM pretraining with FSDP1: FullyShardedDataParallel shards flat parameters.
 
 What a rank keeps: 1/N of all parameters, gradients and AdamW moments (N ranks); while a block
-computes, that block's parameters whole. FSDP1 lays a block's parameters end to end in
-one flat tensor and cuts that in N.
+computes, that block's parameters whole. FSDP1 lays a block's parameters end to end in one flat
+tensor and cuts that in N.
 
 What moves in a step, with P the bytes of the model: before a block's forward and again before its
 backward an all-gather of its parameters, 2P(N-1)/N over all blocks; after its backward a

@@ -379,17 +379,23 @@ def test_ranks_run_alike_micro_batches_at_a_time_and_as_much_in_all(ranks):
     assert max(totals) - min(totals) < 0.01 * sum(totals) / ranks
 
 
-def test_cost_of_a_micro_batch_is_that_of_its_rows(batches, monkeypatch):
-    """Two ranks: at any time about as many positions; none is left out or run twice."""
-    made, seen = batches(), []
+def test_ranks_run_micro_batches_of_like_cost_at_the_same_time(batches, monkeypatch):
+    """Cost: products with weights over all positions, attention over the square of each length."""
+    made, seen = batches(), {0: [], 1: []}
+
+    def cost(batch) -> int:
+        lengths = (batch["labels"] != common.IGNORED).sum(1)
+        return 4096 * batch["labels"].numel() + int((lengths**2).sum())
+
     monkeypatch.setattr(common, "world_size", lambda: 2)
-    for rank in (0, 1):
+    for rank in seen:
         monkeypatch.setattr(common, "rank", lambda rank=rank: rank)
-        seen.append([b["labels"].numel() for b in made.global_batch(0).micro_batches])
-    everything = sorted(seen[0] + seen[1], reverse=True)
-    at_a_time = [sorted(turn, reverse=True) for turn in zip(*seen)]
-    waits = sum(a - b for a, b in at_a_time)
-    assert waits <= 1.5 * sum(a - b for a, b in zip(everything[::2], everything[1::2]))
+        steps = (made.global_batch(step).micro_batches for step in range(10))
+        seen[rank] = [[cost(batch) for batch in micro_batches] for micro_batches in steps]
+    for hands in zip(*seen.values()):
+        in_time = sum((sorted(turn, reverse=True) for turn in zip(*hands)), [])
+        assert in_time == sorted(in_time, reverse=True)
+        assert len(set(in_time)) > 1
 
 
 def test_stream_hands_out_the_steps_in_order_and_passes_errors_on(batches, monkeypatch):
