@@ -6,6 +6,7 @@ import os
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, RUN_FLAGS, launch, small_shape, torchrun
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -207,3 +208,16 @@ def test_peak_is_that_of_torch_own_tracker(two_blocks, mode):
             fsdp2_pretrain.train_step(*step)
     seen = tracker.get_tracker_snapshot("peak")[dry_run.CPU]["Total"]
     assert abs(sum(watch.peak.values()) / seen - 1) < 0.02
+
+
+def test_peak_with_offloading_is_that_of_the_device():
+    """Not what is on the device when, with all that is in CPU memory, most is held."""
+    watch = dry_run.Watch()
+    watch.in_cpu_memory = dry_run.in_cpu_memory(fsdp2_pretrain.Config(cpu_offload=True))
+    activations = torch.UntypedStorage(100)
+    watch.add(activations, "activations")
+    del activations
+    gradients = torch.UntypedStorage(500)
+    watch.add(gradients, "gradients")
+    assert watch.held.total() == gradients.nbytes()
+    assert watch.peak == {"activations": 100}
