@@ -38,7 +38,6 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -303,8 +302,7 @@ def fresh_store(timeout: datetime.timedelta) -> dict[str, Any]:
     return {"store": store, "rank": number, "world_size": ranks}
 
 
-# Who waits patiently: data preparation, the trees of a checkpoint as they are written, its end.
-PATIENT = ("preparation", ".", "model", "optimizer", "checkpoint")
+PATIENT = ("preparation", "checkpoint")  # who waits patiently
 
 
 @functools.cache
@@ -1773,7 +1771,7 @@ class Checkpoints:
     A checkpoint is written under a temporary name, every file and directory is synced, then it is
     renamed. RUN_DIR must be on a disk that all nodes share. `shape` is the model's `transformers`
     config. `resumed` is the checkpoint to go on from, or None; `stager` copies a state to CPU
-    memory for `dcp.async_save`.
+    memory before it is written in a thread.
 
     Raises:
         InputError: no such checkpoint, a damaged one, or one of another model, data or batch plan.
@@ -1880,10 +1878,10 @@ class Checkpoints:
                 "with, or take its weights alone with --init_from"
             )
 
-    def write(self, save: Callable[[Path], list[Future]]) -> None:
-        """Write a checkpoint of this moment, `save(directory)` doing so for model and optimizer.
+    def write(self, save: Callable[[Path], Callable[[], None]]) -> None:
+        """Write a checkpoint of this moment: what `save(directory)` returns does so.
 
-        `save` returns futures of what is still being written; then the rest happens in a thread.
+        With --async_checkpoint that and the rest happen in a thread.
 
         Raises:
             RunError: it failed, or the one that was still being written; older ones are intact.
@@ -1894,19 +1892,15 @@ class Checkpoints:
             return
         temporary = self.directory / f"step_{progress.step:08d}.tmp"
         on_rank_0(lambda: self.begin(temporary))
-        futures, error = [], None
-        try:
-            futures = save(temporary)
-        except failures() as problem:
-            error = problem
+        writing = self.together(temporary, lambda: save(temporary))
         self.written = progress.step
-        if self.config.async_checkpoint and error is None:
+        if self.config.async_checkpoint:
             self.thread = threading.Thread(
-                target=self.complete_later, args=(temporary, progress, futures), daemon=True
+                target=self.complete_later, args=(temporary, progress, writing), daemon=True
             )
             self.thread.start()
         else:
-            self.complete(temporary, progress, futures, error)
+            self.complete(temporary, progress, writing)
         self.run.watchdog.expect(progress.step + 1)
 
     def begin(self, temporary: Path) -> None:
@@ -1920,33 +1914,35 @@ class Checkpoints:
 
     def complete_later(self, *arguments: Any) -> None:
         try:
-            self.complete(*arguments, None)
+            self.complete(*arguments)
         except Exception as error:  # raised by `wait`, in the thread that trains
             self.failure = error
 
-    def complete(
-        self, temporary: Path, progress: Progress, futures: list[Future], error: Any
-    ) -> None:
-        """Once all ranks have written: sync, describe, rename, remove old ones."""
-        sums: dict[str, str] = {}
+    def complete(self, temporary: Path, progress: Progress, writing: Callable[[], None]) -> None:
+        """Have all ranks write; once they have: sync, describe, rename, remove old ones."""
+
+        def write() -> dict[str, str]:
+            writing()
+            mine = temporary.rglob(f"__{rank()}_*")
+            return {str(path.relative_to(temporary)): self.synced_sum(path) for path in mine}
+
+        parts = gather(self.together(temporary, write), "checkpoint")
+        sums = {name: value for part in parts for name, value in part.items()}
+        on_rank_0(lambda: self.publish(temporary, progress, sums), "checkpoint")
+
+    def together(self, temporary: Path, work: Callable[[], Any]) -> Any:
+        """Do this rank's work; if it fails on any rank, raises RunError on all."""
+        result, problem = None, None
         try:
-            for future in futures:
-                future.result()
-            if error is None:
-                sums = {
-                    str(path.relative_to(temporary)): self.synced_sum(path)
-                    for path in temporary.rglob(f"__{rank()}_*")
-                }
-        except failures() as problem:
-            error = problem
-        problem = self.cannot_write(temporary, error) if error else None
-        outcomes = gather((sums, problem), "checkpoint")
-        if any(problem for _, problem in outcomes):
+            result = work()
+        except failures() as error:
+            problem = self.cannot_write(temporary, error)
+        problems = gather(problem, "checkpoint")
+        if any(problems):
             if rank() == 0:
                 shutil.rmtree(temporary, ignore_errors=True)
-            raise_first(problem for _, problem in outcomes)
-        sums = {name: value for part, _ in outcomes for name, value in part.items()}
-        on_rank_0(lambda: self.publish(temporary, progress, sums), "checkpoint")
+            raise_first(problems)
+        return result
 
     def synced_sum(self, path: Path) -> str:
         sync(path)

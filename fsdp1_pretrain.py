@@ -24,8 +24,7 @@ import time
 import types
 import warnings
 import zlib
-from collections.abc import Iterable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -318,22 +317,26 @@ class State(Stateful):
         vars(self.progress).update(state["progress"])
 
 
-def save_checkpoint(state: State, config: Config, stager: Any, directory: Path) -> list[Future]:
-    """Each rank writes what it keeps; returns futures of what is still being written.
+def save_checkpoint(state: State, config: Config, stager: Any, directory: Path) -> Callable:
+    """Returns what writes this moment's state, each rank what it keeps: to call now or in a thread.
 
     `stateful` is one tree of everything; `separate` is a tree for the model, one for the optimizer.
     """
-    trees: dict[str, Any] = {".": {"app": state}}
-    if config.checkpoint_style == "separate":
-        trees = {name: tree for name, tree in state.state_dict().items() if name != "progress"}
-    futures = []
-    for name, tree in trees.items():
-        options = {"checkpoint_id": directory / name, "process_group": common.patient_group(name)}
-        if config.async_checkpoint:  # copies to CPU memory now, writes in a thread
-            futures.append(dcp.async_save(tree, async_stager=stager, **options))
-        else:
-            dcp.save(tree, **options)
-    return futures
+    trees = state.state_dict()
+    if config.checkpoint_style == "stateful":
+        trees = {".": {"app": trees}}
+    else:
+        del trees["progress"]
+    if config.async_checkpoint:  # a copy in CPU memory, as training goes on
+        trees = stager.stage(trees)
+
+    def write() -> None:
+        # One after the other: dcp.async_save would write both at once, on a core that trains.
+        for name, tree in trees.items():
+            group = common.patient_group("checkpoint")
+            dcp.save(tree, checkpoint_id=directory / name, process_group=group)
+
+    return write
 
 
 def load_checkpoint(state: State, config: Config, directory: Path) -> None:

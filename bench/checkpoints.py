@@ -1,11 +1,12 @@
 """What checkpoints cost, and what a prepared start saves, with `fsdp2_pretrain.py`'s own parts.
 
-    torchrun --standalone --nproc-per-node=2 bench/checkpoints.py lost
+    torchrun --standalone --nproc-per-node=1 bench/checkpoints.py lost WIDTH ROUNDS
     torchrun --standalone --nproc-per-node=2 bench/checkpoints.py start
 
-`lost`: the same training steps without a checkpoint, with one and with one in the background, in
-turn. What they take longer than without is lost, counted in steps; copying to CPU memory, hashing,
-syncing and what the writing thread takes from the training thread are all in it.
+`lost`: the same four training steps of a model of that width (256: 47 MiB, 1024: 727 MiB) without a
+checkpoint, with one and with one in the background, in turn. What they take longer than without is
+lost; copying to CPU memory, hashing, syncing and what the writing thread takes from the training
+thread are all in it. One rank on two cores has a core to spare for it, two ranks have none.
 
 `start`: seconds to fill the 0.5B shape (GPT-2's vocabulary) from Hugging Face files in bf16
 (`--init_from`) and from a prepared checkpoint of step 0, in turn, files in the page cache; and the
@@ -32,11 +33,6 @@ sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
 import fsdp2_pretrain as script  # noqa: E402
 
-SMALL = Qwen2Config(
-    vocab_size=512, hidden_size=256, intermediate_size=1024, num_hidden_layers=4,
-    num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
-)  # fmt: skip
-
 
 def prepare(shape: PreTrainedConfig, config: script.Config, device: torch.device):
     """What `main` of the script prepares, for a model of the given shape."""
@@ -55,9 +51,14 @@ def summary(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
-def lost(config: script.Config, device: torch.device, rounds: int = 40, steps: int = 2) -> None:
+def lost(config: script.Config, device: torch.device) -> None:
     """Print training time lost per checkpoint; one is written before the first of the steps."""
-    this = prepare(SMALL, config, device)
+    width, rounds, steps = int(sys.argv[2]), int(sys.argv[3]), 4
+    shape = Qwen2Config(
+        vocab_size=512, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+    )  # fmt: skip
+    this = prepare(shape, config, device)
     batches = [this.training.global_batch(step) for step in range(steps)]
 
     def seconds(kind: str) -> float:
@@ -77,12 +78,11 @@ def lost(config: script.Config, device: torch.device, rounds: int = 40, steps: i
     kinds = ["none", "sync", "async"]
     for kind in kinds:
         seconds(kind)  # imports, first allocations
-    steps_lost: dict[str, list[float]] = {"sync": [], "async": []}
+    seconds_lost: dict[str, list[float]] = {"sync": [], "async": []}
     for _ in range(rounds):
         took = {kind: seconds(kind) for kind in kinds}
-        step = took["none"] / steps
-        for kind, values in steps_lost.items():
-            values.append((took[kind] - took["none"]) / step)
+        for kind, values in seconds_lost.items():
+            values.append(took[kind] - took["none"])
 
     path = common.complete_checkpoints(this.run.directory)[0]
     files = [file for file in path.rglob("*") if file.is_file()]
@@ -92,13 +92,13 @@ def lost(config: script.Config, device: torch.device, rounds: int = 40, steps: i
     hashing = (time.perf_counter() - started) / dist.get_world_size()  # the ranks share it
     this.run.close()
     if common.rank() == 0:
-        sync, background = steps_lost["sync"], steps_lost["async"]
+        sync, background = seconds_lost["sync"], seconds_lost["async"]
         size = sum(file.stat().st_size for file in files) / 2**20
-        print(f"checkpoint of {size:,.0f} MiB, step of {step:.2f} s")
-        print("| training time lost per checkpoint | in steps, median (least to most) |")
+        print(f"checkpoint of {size:,.0f} MiB, step of {took['none'] / steps:.2f} s")
+        print("| training time lost per checkpoint | seconds, median (least to most) |")
         print("| --- | --- |")
         print(f"| training waits for it | {summary(sync)} |")
-        print(f"| of that, SHA-256 | {hashing / step:.2f} |")
+        print(f"| of that, SHA-256 | {hashing:.2f} |")
         print(f"| `--async_checkpoint` | {summary(background)} |")
         print(f"async / sync: {statistics.median(background) / statistics.median(sync):.2f}")
 
@@ -150,8 +150,8 @@ def peak_memory(code: str) -> int:
 def main() -> None:
     with tempfile.TemporaryDirectory(dir=ROOT) as folder:
         config = script.Config(
-            bucket_edges=[256], micro_batch_tokens=2048, keep_checkpoints=1, steps=10**6,
-            global_batch_tokens=2048 * common.world_size(), precision="fp32",
+            bucket_edges=[256], micro_batch_tokens=256, keep_checkpoints=1, steps=10**6,
+            global_batch_tokens=256 * common.world_size(), precision="fp32",
         )  # fmt: skip
         device = script.init_process_group(config)
         config.run_dir = common.gather(folder)[0]

@@ -98,9 +98,8 @@ def table(folder: Path, device: torch.device) -> list[list[str]]:
         saved = session.moments()
         for style in STYLES:
             session.config.checkpoint_style = style
-            session.script.save_checkpoint(
-                session.state, session.config, None, folder / writer / style
-            )
+            path = folder / writer / style
+            session.script.save_checkpoint(session.state, session.config, None, path)()
         losses = session.train(2 * STEPS)
         for style in STYLES:
             row = [writer, style]

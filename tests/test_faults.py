@@ -1,5 +1,6 @@
 """What a run must survive: signals, dead, failing and stalled ranks, damaged files, full disks."""
 
+import importlib
 import json
 import os
 import re
@@ -8,11 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, SMALL, arguments, launch, metrics, torchrun
+import torch
+from conftest import ROOT, SCRIPTS, SMALL, arguments, launch, metrics, torchrun
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import common  # conftest has put it on the path
 
@@ -427,9 +431,46 @@ def checkpoints_of(run_dir: Path, keep: int = 2) -> common.Checkpoints:
     return made
 
 
-def save_file(directory: Path) -> list:
-    (directory / "__0_0.distcp").write_bytes(b"tensors")
-    return []
+def save_file(directory: Path) -> Callable[[], None]:
+    return lambda: (directory / "__0_0.distcp").write_bytes(b"tensors")
+
+
+@pytest.mark.parametrize("style", ["stateful", "separate"])
+@pytest.mark.parametrize("script", [*SCRIPTS, "fsdp2_sft.py"])
+def test_what_the_background_writes_is_the_state_of_that_moment(script, style, monkeypatch):
+    module, seen = importlib.import_module(script.removesuffix(".py")), {}
+    weight = torch.ones(3)
+    tree = {"model": {"w": weight}, "optimizer": {"m": weight + 1}, "progress": {"step": 1}}
+    state = SimpleNamespace(state_dict=lambda: dict(tree))
+    config = SimpleNamespace(checkpoint_style=style, async_checkpoint=True)
+    stager = DefaultStager(StagingOptions(False, False, False, False))
+    monkeypatch.setattr(common, "patient_group", lambda purpose: None)
+    monkeypatch.setattr(
+        module.dcp, "save", lambda tree, checkpoint_id, **_: seen.update({checkpoint_id: tree})
+    )
+    write = module.save_checkpoint(state, config, stager, Path("x"))
+    assert not seen
+    weight.add_(1)  # training goes on
+    write()
+    if style == "separate":
+        assert list(seen) == [Path("x/model"), Path("x/optimizer")]
+        model = seen[Path("x/model")]
+    else:
+        assert list(seen) == [Path("x")]
+        model = seen[Path("x")]["app"]["model"]
+    assert model["w"].tolist() == [1, 1, 1]
+
+
+def test_a_state_that_cannot_be_copied_is_reported_and_leaves_nothing(tmp_path):
+    def save(directory: Path) -> None:
+        raise RuntimeError("DefaultCPUAllocator: not enough memory")
+
+    made = checkpoints_of(tmp_path)
+    made.directory.mkdir()
+    made.run.progress.step = 1
+    with pytest.raises(common.RunError, match="not enough memory"):
+        made.write(save)
+    assert not list(made.directory.iterdir())
 
 
 def test_everything_is_synced_before_the_rename_and_old_ones_go_after(tmp_path, monkeypatch):
