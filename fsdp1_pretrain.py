@@ -322,7 +322,7 @@ def save_checkpoint(state: State, config: Config, stager: Any, directory: Path) 
 
     `stateful` is one tree of everything; `separate` is a tree for the model, one for the optimizer.
     """
-    trees = state.state_dict()
+    trees = state.state_dict()  # DCP would ask `state` itself, but only once it writes
     if config.checkpoint_style == "stateful":
         trees = {".": {"app": trees}}
     else:
