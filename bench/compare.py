@@ -6,11 +6,12 @@
 One model, Qwen2's shape with 4 layers of width 256, in fp32 on 2 gloo ranks with one thread each.
 Contestants that are compared are alive at the same time, and one after the other trains three steps
 while the others stand still: the speed of a shared machine changes within minutes. Three runs of
-TURNS such turns each, without pause; the first three steps of all are left out.
+TURNS such turns each, there and back without pause; the first three steps of all are left out.
 Pretraining: rows of 256 tokens, 8 a rank; the same rows from the same weights, so that all must
 show the same losses. Fine-tuning: 2,000 conversations of up to 2,048 bytes, about 8,000 tokens a
-step. Prints tokens per second without padding and the ratio to a reference, both the median of the
-runs; writes docs/compare.json and compare.png.
+step; the floor is what matrix products and attention of the blocks take for the same batches.
+Prints tokens per second without padding and the ratio to a reference, both the median of the runs,
+and the standard error of the ratios of single turns; writes docs/compare.json and compare.png.
 """
 
 import json
@@ -51,7 +52,10 @@ PRETRAINING = [  # groups that take turns: contestant -> what it is compared wit
     for name in STRATEGIES
 ]
 FINE_TUNING = [
-    {name: "trl grouped" for name in ("trl default", "trl grouped", "fsdp2_sft bucketed")},
+    {
+        name: "trl grouped"
+        for name in ("trl default", "trl grouped", "fsdp2_sft bucketed", "floor bucketed")
+    },
     {name: "trl packed" for name in ("trl packed", "fsdp2_sft packed")},
 ]
 FLAGS: dict[str, Any] = {
@@ -129,6 +133,7 @@ def prepare_fine_tuning(folder: Path, steps: int) -> None:
     bucketed |= {"global_batch_tokens": 4 * 2560}
     given = {
         "fsdp2_sft bucketed": words(flags | bucketed | {"run_dir": folder / "bucketed"}),
+        "floor bucketed": words(flags | bucketed | {"run_dir": folder / "floor"}),
         "fsdp2_sft packed": words(flags | {"batching": "packed", "run_dir": folder / "packed"}),
     }
     rows_per_rank = round(8000 / training.pieces.length.mean() / 2)
@@ -206,10 +211,20 @@ def take_turns(group: dict[str, str], turns: int, folder: Path) -> dict[str, dic
         running.append(Contestant(python, folder, name))
         running[-1].wait()
     for _ in range(RUNS * turns):
+        running.reverse()  # the machine's drift favours nobody
         for contestant in running:
             contestant.go()
             contestant.wait()
     return {contestant.name: contestant.finish() for contestant in running}
+
+
+def speeds(one: dict[str, Any], turns: int) -> np.ndarray:
+    """Tokens per second of every so many turns, without the first turn."""
+    tokens, seconds = (
+        np.array(one[kind][TURN:]).reshape(-1, turns * TURN).sum(axis=1)
+        for kind in ("tokens", "seconds")
+    )
+    return tokens / seconds
 
 
 def contest(groups: list[dict[str, str]], turns: int, folder: Path) -> dict[str, dict[str, Any]]:
@@ -219,23 +234,19 @@ def contest(groups: list[dict[str, str]], turns: int, folder: Path) -> dict[str,
         seen |= take_turns(group, turns, folder)
         print(", ".join(group), "are done", flush=True)
     prove_equal_work(seen, json.loads((folder / "settings.json").read_text()))
-    size, rates = TURN * turns, {}
-    for name, one in seen.items():
-        tokens, seconds = (
-            [sum(one[kind][i : i + size]) for i in range(TURN, TURN + RUNS * size, size)]
-            for kind in ("tokens", "seconds")
-        )
-        rates[name] = [a / b for a, b in zip(tokens, seconds)]
+    by_run = {name: speeds(one, turns) for name, one in seen.items()}
+    by_turn = {name: speeds(one, 1) for name, one in seen.items()}
     return {
         name: {
-            "tokens_per_second": statistics.median(rates[name]),
+            "tokens_per_second": statistics.median(by_run[name]),
             "reference": reference,
-            "ratio": statistics.median(a / b for a, b in zip(rates[name], rates[reference])),
+            "ratio": statistics.median(by_run[name] / by_run[reference]),
+            "error": statistics.stdev(by_turn[name] / by_turn[reference]) / math.sqrt(RUNS * turns),
             "padding": seen[name].get("padding", 0.0),
             "waited": seen[name].get("waited"),
             "peak_gib": seen[name]["peak_gib"],
             "losses": seen[name]["losses"],
-            "all": rates[name],
+            "all": by_run[name].tolist(),
             "learned": seen[name].get("learned"),
         }
         for group in groups
@@ -251,9 +262,10 @@ def markdown(table: dict[str, dict[str, Any]]) -> str:
     ]
     for name, row in table.items():
         losses = row["losses"] or [math.nan]
+        ratio = f"{row['ratio']:.2f}" + (f" ± {row['error']:.2f}" if row["error"] else "")
         ends = "" if math.isnan(losses[0]) else f"{losses[0]:.4f} ... {losses[-1]:.4f}"
         lines.append(
-            f"| {name} | {row['tokens_per_second']:,.0f} | {row['reference']} | {row['ratio']:.2f} "
+            f"| {name} | {row['tokens_per_second']:,.0f} | {row['reference']} | {ratio} "
             f"| {100 * row['padding']:.1f} % | {row['peak_gib']:.2f} GiB | {ends} |"
         )
     return "\n".join(lines)
@@ -270,7 +282,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
         names = [*result[work]][::-1]
         for place, name in enumerate(names):
             row = result[work][name]
-            ours = name.split()[0] not in ("bare", "trainer", "trl")
+            ours = name.split()[0] not in ("bare", "trainer", "trl", "floor")
             colour = "#1d3557" if ours else "#a8b3c2"
             axis.barh(place, row["tokens_per_second"], color=colour)
             axis.plot(row["all"], [place] * len(row["all"]), "|", color="#f2a65a")  # the runs
@@ -288,7 +300,7 @@ WORKS: dict[str, tuple[Callable[[Path, int], None], list[dict[str, str]]]] = {
 
 
 def main() -> None:
-    turns = int(sys.argv[1]) if len(sys.argv) > 1 else 3
+    turns = int(sys.argv[1]) if len(sys.argv) > 1 else 5
     if not (ROOT / ".peers/bin/python").exists():
         raise SystemExit(f"first: {PEERS}")
     result: dict[str, Any] = {

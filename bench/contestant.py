@@ -9,6 +9,7 @@ strategy and nothing else. Runs in either environment: ours for `bare` and scrip
 `trainer` and `trl`.
 """
 
+import functools
 import json
 import os
 import resource
@@ -20,10 +21,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn import functional as F
 
 ROOT = Path(__file__).parents[1]
-
-
 TURN = 3  # steps
 
 
@@ -63,7 +63,27 @@ class Notes:
             Path(out).write_text(json.dumps(seen | {"peak_gib": peak} | self.more))
 
 
-def script(name: str, folder: Path, notes: Notes, flags: list[str]) -> None:
+def products(model: torch.nn.Module, optimizer: Any, batch: Any, *_: Any) -> tuple[float, float]:
+    """For `train_step`: matrix products and attention of the blocks, forward and backward."""
+    ones = functools.partial(torch.ones, requires_grad=True)
+    heads, size = model.config.num_attention_heads, model.config.hidden_size
+    for micro_batch in batch.micro_batches:
+        rows, width = micro_batch["input_ids"].shape
+        for block in model.model.layers:
+            for linear in block.modules():
+                if isinstance(linear, torch.nn.Linear):
+                    x = ones(rows * width, linear.in_features)
+                    weight = ones(linear.out_features, linear.in_features)
+                    y = F.linear(x, weight)
+                    torch.autograd.grad(y, (x, weight), y)
+            q, k, v = (ones(rows, heads, width, size // heads) for _ in range(3))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            torch.autograd.grad(y, (q, k, v), y)
+    dist.barrier()
+    return 0.0, 0.0
+
+
+def script(name: str, notes: Notes, flags: list[str], train_step: Any = None) -> None:
     """One of ours; `main` is the script's own."""
     sys.path.insert(0, str(ROOT))
     import importlib
@@ -94,7 +114,9 @@ def script(name: str, folder: Path, notes: Notes, flags: list[str]) -> None:
     common.split_batches = counted
     common.export = common.Run.finish = lambda *_: None  # only training is compared
     sys.argv = [f"{name}.py", *flags]
-    importlib.import_module(name).main()
+    module = importlib.import_module(name)
+    module.train_step = train_step or module.train_step
+    module.main()
     notes.more["padding"] = sum(padding) / len(padding)
     notes.more["waited"] = sorted(waited)[len(waited) // 2]
 
@@ -103,7 +125,6 @@ def bare(strategy: str, folder: Path, notes: Notes, settings: dict[str, Any]) ->
     """The strategy, AdamW and the rows: what a tutorial of PyTorch shows."""
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-    from torch.nn import functional as F
     from torch.nn.parallel import DistributedDataParallel
     from transformers import AutoModelForCausalLM
     from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
@@ -243,8 +264,11 @@ def main() -> None:
         trainer(strategy, folder, notes, settings)
     elif kind == "trl":
         trl(strategy, folder, notes, settings)
+    elif kind == "floor":
+        script("fsdp2_sft", notes, settings["flags"][name], products)
+        notes.losses = []
     else:
-        script(kind, folder, notes, settings["flags"][name])
+        script(kind, notes, settings["flags"][name])
     notes.write(out)
     sys.stdout.flush()
     os._exit(0)
