@@ -1187,6 +1187,7 @@ class Batches:
         Labels are shifted already: labels[r, i] is the token after input_ids[r, i]. Right padding
         needs no attention mask, for no real token sees what comes after it. A packed row also has
         `position_ids` and its document boundaries, as transformers' flash attention takes them.
+        Conversations also have `learned`, int64 [labels]: where in the flattened rows labels are.
         """
         rows, width = self.shape(pieces)
         inputs = np.full((rows, width), self.padding)
@@ -1204,6 +1205,8 @@ class Batches:
             else:
                 row += 1
         tensors = {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+        if not self.of_text:
+            tensors["learned"] = torch.from_numpy(np.flatnonzero(labels != IGNORED))
         lengths = {}
         if self.packed:
             longest = self.edges[-1]
@@ -2120,19 +2123,22 @@ def peak_flops(device: torch.device) -> float | None:
 
 @dataclasses.dataclass
 class ModelSize:
-    """Parameters, those of them in matrix products, and the width of attention over all blocks."""
+    """Parameters, those in matrix products of blocks and head, width of attention in all blocks."""
 
     parameters: int
-    in_products: int
+    in_blocks: int
+    in_head: int
     attention_width: int
 
-    def flops(self, tokens: int, attended: int) -> int:
+    def flops(self, tokens: int, labels: int, attended: int) -> int:
         """Of forward and backward; `attended` is the sum of the squared lengths of the documents.
 
-        As in PaLM (arXiv 2204.02311, appendix B): 6 a parameter and token, and 12 x width x length
-        a token for attention. Neither recomputation nor padding counts.
+        As in PaLM (arXiv 2204.02311, appendix B): 6 a parameter and token, in the head a parameter
+        and label, and 12 x width x length a token for attention. Neither recomputation nor padding
+        counts.
         """
-        return 6 * self.in_products * tokens + 12 * self.attention_width * attended
+        products = self.in_blocks * tokens + self.in_head * labels
+        return 6 * products + 12 * self.attention_width * attended
 
 
 def size_of(shape: Any) -> ModelSize:
@@ -2143,9 +2149,11 @@ def size_of(shape: Any) -> ModelSize:
         model = AutoModelForCausalLM.from_config(shape)
     # The input embedding is a look-up, not a product; tied to the head it is a product there.
     look_up = 0 if shape.tie_word_embeddings else model.get_input_embeddings().weight.numel()
+    in_head = model.get_output_embeddings().weight.numel()
+    in_blocks = model.num_parameters() - look_up - in_head
     head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
     width = shape.num_hidden_layers * shape.num_attention_heads * head
-    return ModelSize(model.num_parameters(), model.num_parameters() - look_up, width)
+    return ModelSize(model.num_parameters(), in_blocks, in_head, width)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -2309,7 +2317,7 @@ class Run:
         """Print what the run will do, so that it explains itself."""
         config, longest, ranks = self.config, self.config.bucket_edges[-1], world_size()
         accumulation = config.global_batch_tokens // config.micro_batch_tokens // ranks
-        flops = self.size.flops(1, longest)
+        flops = self.size.flops(1, 1, longest)
         held = [p for group in optimizer.param_groups for p in group["params"]]
         held = sum(getattr(p, "_local_tensor", p).numel() for p in held)
         self.say(
@@ -2384,7 +2392,7 @@ class Run:
         progress.tokens += batch.labels
         compiles = self.config.compile and step <= self.first_step + self.config.eval_every
         self.watchdog.expect(step + 1, patience=10 if compiles else 1)
-        flops = self.size.flops(batch.tokens, batch.attended)
+        flops = self.size.flops(batch.tokens, batch.labels, batch.attended)
         peak = self.peak_flops and self.peak_flops * world_size()
         line = {
             "loss": loss,

@@ -302,15 +302,19 @@ def observe(script: Any, config: Any, model: Any, decayed: Any, batch: Any, watc
     return nbytes(parameters), gradients[0], nbytes(moments)
 
 
-def batch_of(config: Any) -> common.GlobalBatch:
+def batch_of(script: Any, config: Any) -> common.GlobalBatch:
     """This rank's micro-batches of a step, in rows of the longest length; one row if packed.
 
-    Attention in a packed row needs as much memory as in one document: no kernel keeps its square.
+    All tokens of a conversation are learned, which is the most that can be. Attention in a packed
+    row needs as much memory as in one document: no kernel keeps its square.
     """
     micro, edge = config.micro_batch_tokens, config.bucket_edges[-1]
     size = (1, micro) if config.batching == "packed" else (micro // edge, edge)
+    shapes = {"input_ids": size, "labels": size}
+    if hasattr(script, "TEMPLATE"):
+        shapes["learned"] = (size[0] * size[1],)
     micro_batches = [
-        {name: torch.zeros(size, dtype=torch.int64) for name in ("input_ids", "labels")}
+        {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
         for _ in range(config.global_batch_tokens // micro // int(os.environ["WORLD_SIZE"]))
     ]
     return common.GlobalBatch(micro_batches, labels=1, tokens=1, attended=1, fractions={})
@@ -333,7 +337,7 @@ def dry_run(
     watch.in_cpu_memory = in_cpu_memory(config)
     with fake_ranks(ranks, ranks_per_node), adapted(script), fake, watch:
         model, decayed = script.build_model(config, shape, CPU)
-        batch = batch_of(config)
+        batch = batch_of(script, config)
         kept = observe(script, config, model, decayed, batch, watch)
     with torch.device("meta"):
         from transformers import AutoModelForCausalLM

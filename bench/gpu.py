@@ -102,7 +102,7 @@ def measure(name: str, flags: dict[str, Any], device: torch.device, profile: boo
         script.train_step(model, optimizer, batch, config, device, 1e-4)
         if step >= WARM:
             tokens += batch.tokens
-            flops += size.flops(batch.tokens, batch.attended)
+            flops += size.flops(batch.tokens, batch.labels, batch.attended)
     synchronize()
     seconds = time.perf_counter() - started
     peak = common.peak_flops(device)

@@ -102,6 +102,11 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             ["known: int", "shape = common.read_architecture", "tokenizer.known", "load_weights"],
         ),
         (
+            "Only positions with a label go through the head, which is a large part of a small "
+            "model with a large vocabulary.",
+            ["learned", "hidden.split(tokens)"],
+        ),
+        (
             "The data: the same batches, with labels of -100 on all that is not the assistant's. "
             "Nothing in the loop changes, since the loss is a sum over labels divided by their "
             "number in the whole global batch.",

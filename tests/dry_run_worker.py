@@ -24,7 +24,7 @@ def really(script, config, vocabulary: int) -> dict:
     """As dry_run.dry_run, with numbers and other ranks."""
     shape = dry_run.shape_of(script, config, vocabulary)
     watch = dry_run.Watch()
-    batch = dry_run.batch_of(config)
+    batch = dry_run.batch_of(script, config)
     with watch:
         model, decayed = script.build_model(config, shape, dry_run.CPU)
         first = script.build_optimizer(model, decayed, config)

@@ -199,7 +199,7 @@ def test_peak_is_that_of_torch_own_tracker(two_blocks, mode):
         shape = fsdp2_pretrain.architecture(config, 320)
         model, decayed = fsdp2_pretrain.build_model(config, shape, dry_run.CPU)
         optimizer = fsdp2_pretrain.build_optimizer(model, decayed, config)
-        batch = dry_run.batch_of(config)
+        batch = dry_run.batch_of(fsdp2_pretrain, config)
         step = [model, optimizer, batch, config, dry_run.CPU, 0.0]
         fsdp2_pretrain.train_step(*step)
         watch.peak, tracker = {}, MemTracker()

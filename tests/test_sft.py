@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import SMALL, Config, launch, metrics, small_shape
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
@@ -410,8 +411,15 @@ def test_only_predictions_of_the_assistants_tokens_have_a_gradient(conversations
     pieces, hidden = training.micro_batch(0), []
     hook = model.model.register_forward_hook(lambda _, __, out: hidden.append(out[0]))
     batch = training.collate(pieces)
-    loss = model(**batch)
+    with FlopCounterMode(display=False) as all_flops:
+        loss = model(**batch)
     hook.remove()
+    decoded = {name: x for name, x in batch.items() if name not in ("labels", "learned")}
+    with FlopCounterMode(display=False) as decoder_flops:
+        model.model(**decoded, use_cache=False)
+    in_head = all_flops.get_total_flops() - decoder_flops.get_total_flops()
+    labels = int(training.pieces.labels[pieces].sum())
+    assert 3 * in_head == common.size_of(model.config).flops(0, labels, 0) > 0
     hidden[0].retain_grad()
     reference = gradient(model, loss)
     trained = hidden[0].grad.abs().sum(-1) > 0  # [rows, length]
