@@ -166,6 +166,7 @@ def summed_loss(self: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, 
     (F.linear_cross_entropy would do, but returns the sum of bf16 inputs in bf16: 0.4 % off.)
     """
     hidden = self.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
+    hidden, labels = hidden.flatten(0, 1), labels.flatten()
     head = self.get_output_embeddings()
 
     def chunk_loss(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -173,7 +174,7 @@ def summed_loss(self: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, 
         return F.cross_entropy(logits, labels, reduction="sum")
 
     tokens = max(1, CHUNK_LOGITS // head.weight.shape[0])
-    chunks = [*zip(hidden.flatten(0, 1).split(tokens), labels.flatten().split(tokens))]
+    chunks = [*zip(hidden.split(tokens), labels.split(tokens))]
     if len(chunks) == 1:  # few enough to keep, rather than to compute again in backward
         return chunk_loss(*chunks[0])
     return sum(checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks)

@@ -196,7 +196,7 @@ def summed_loss(
     (F.linear_cross_entropy would do, but returns the sum of bf16 inputs in bf16: 0.4 % off.)
     """
     hidden = self.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
-    # The head is for the positions `learned` alone, those with a label.
+    # Only positions that have a label go through the head: `learned`, int64 [labels].
     hidden, labels = hidden.flatten(0, 1)[learned], labels.flatten()[learned]
     head = self.get_output_embeddings()
 

@@ -63,9 +63,11 @@ class Notes:
             Path(out).write_text(json.dumps(seen | {"peak_gib": peak} | self.more))
 
 
+ones = functools.cache(functools.partial(torch.ones, requires_grad=True))  # made once a shape
+
+
 def products(model: torch.nn.Module, optimizer: Any, batch: Any, *_: Any) -> tuple[float, float]:
     """For `train_step`: matrix products and attention of the blocks, forward and backward."""
-    ones = functools.partial(torch.ones, requires_grad=True)
     heads, size = model.config.num_attention_heads, model.config.hidden_size
     for micro_batch in batch.micro_batches:
         rows, width = micro_batch["input_ids"].shape
@@ -76,7 +78,7 @@ def products(model: torch.nn.Module, optimizer: Any, batch: Any, *_: Any) -> tup
                     weight = ones(linear.out_features, linear.in_features)
                     y = F.linear(x, weight)
                     torch.autograd.grad(y, (x, weight), y)
-            q, k, v = (ones(rows, heads, width, size // heads) for _ in range(3))
+            q, k, v = ones(3, rows, heads, width, size // heads)
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             torch.autograd.grad(y, (q, k, v), y)
     dist.barrier()

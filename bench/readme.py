@@ -104,7 +104,7 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
         (
             "Only positions with a label go through the head, which is a large part of a small "
             "model with a large vocabulary.",
-            ["learned", "hidden.split(tokens)"],
+            ["learned"],
         ),
         (
             "The data: the same batches, with labels of -100 on all that is not the assistant's. "
