@@ -6,18 +6,20 @@
 One model, Qwen2's shape with 4 layers of width 256, in fp32 on 2 gloo ranks with one thread each.
 Contestants that are compared are alive at the same time, and one after the other trains three steps
 while the others stand still: the speed of a shared machine changes within minutes. Three runs of
-TURNS such turns each, there and back without pause; the first three steps of all are left out.
-Pretraining: rows of 256 tokens, 8 a rank; the same rows from the same weights, so that all must
-show the same losses. Fine-tuning: 2,000 conversations of up to 2,048 bytes, about 8,000 tokens a
-step; the floor is what matrix products and attention of the blocks take for the same batches.
+several such turns each (TURNS: at most so many), there and back without pause; the first three
+steps of all are left out. Pretraining: rows of 256 tokens, 8 a rank; the same rows from the same
+weights, so that all must show the same losses. Fine-tuning: 2,000 conversations of up to 2,048
+bytes, about 8,000 tokens a step; the floor is what matrix products and attention of the blocks take
+for the same batches. Where steps are of short rows or of long ones, a run is about an epoch.
 Prints tokens per second without padding and the ratio to a reference, both the median of the runs,
-and the standard error of the ratios of single turns; writes docs/compare.json and compare.png.
+and the standard error of the ratios of single turns. Writes them into docs/compare.json, under the
+name of this machine's CPU, and draws compare.png.
 """
 
 import json
 import math
 import os
-import platform
+import re
 import select
 import statistics
 import subprocess
@@ -39,24 +41,33 @@ import ddp_pretrain  # noqa: E402
 import fsdp2_sft  # noqa: E402
 
 RUNS = 3
+FEW, EPOCH = 5, 19  # turns of a run: of steps that are all alike, of about an epoch
 PEERS = "python -m venv .peers && .peers/bin/pip install -r bench/requirements.txt"
 STRATEGIES = ["ddp", "fsdp1", "fsdp2"]
 BEST = "bf16, compiled"
-PRETRAINING = [  # groups that take turns: contestant -> what it is compared with
-    {
-        f"bare {name}": f"bare {name}",
-        f"{name}_pretrain": f"bare {name}",
-        **({"trainer ddp": "bare ddp"} if name == "ddp" else {}),
-        f"{name}_pretrain {BEST}": f"{name}_pretrain",
-    }
+# Groups that take turns: how many a run, and contestant -> what it is compared with.
+Groups = list[tuple[int, dict[str, str]]]
+PRETRAINING: Groups = [
+    (
+        FEW,
+        {
+            f"bare {name}": f"bare {name}",
+            f"{name}_pretrain": f"bare {name}",
+            **({"trainer ddp": "bare ddp"} if name == "ddp" else {}),
+            f"{name}_pretrain {BEST}": f"{name}_pretrain",
+        },
+    )
     for name in STRATEGIES
 ]
-FINE_TUNING = [
-    {
-        name: "trl grouped"
-        for name in ("trl default", "trl grouped", "fsdp2_sft bucketed", "floor bucketed")
-    },
-    {name: "trl packed" for name in ("trl packed", "fsdp2_sft packed")},
+FINE_TUNING: Groups = [
+    (
+        EPOCH,
+        {
+            name: "trl grouped"
+            for name in ("trl default", "trl grouped", "fsdp2_sft bucketed", "floor bucketed")
+        },
+    ),
+    (FEW, {name: "trl packed" for name in ("trl packed", "fsdp2_sft packed")}),
 ]
 FLAGS: dict[str, Any] = {
     "learning_rate": 1e-3, "min_learning_rate": 1e-3, "warmup_steps": 0, "weight_decay": 0,
@@ -218,30 +229,40 @@ def take_turns(group: dict[str, str], turns: int, folder: Path) -> dict[str, dic
     return {contestant.name: contestant.finish() for contestant in running}
 
 
-def speeds(one: dict[str, Any], turns: int) -> np.ndarray:
-    """Tokens per second of every so many turns, without the first turn."""
+def speeds(one: dict[str, Any], parts: int) -> np.ndarray:
+    """Tokens per second of every such part of the steps, without the first turn."""
     tokens, seconds = (
-        np.array(one[kind][TURN:]).reshape(-1, turns * TURN).sum(axis=1)
-        for kind in ("tokens", "seconds")
+        np.array(one[kind][TURN:]).reshape(parts, -1).sum(axis=1) for kind in ("tokens", "seconds")
     )
     return tokens / seconds
 
 
-def contest(groups: list[dict[str, str]], turns: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """The table of all contestants."""
+def contest(
+    prepare: Callable[[Path, int], None], groups: Groups, most: int
+) -> dict[str, dict[str, Any]]:
+    """The table of all contestants; at most so many turns a run."""
     seen: dict[str, dict[str, Any]] = {}
-    for group in groups:
-        seen |= take_turns(group, turns, folder)
+    by_run: dict[str, np.ndarray] = {}
+    error = {}
+    for turns, group in groups:
+        turns = min(turns, most)
+        with tempfile.TemporaryDirectory() as folder:
+            prepare(Path(folder), TURN * (1 + RUNS * turns))
+            seen |= take_turns(group, turns, Path(folder))
+            settings = json.loads((Path(folder) / "settings.json").read_text())
         print(", ".join(group), "are done", flush=True)
-    prove_equal_work(seen, json.loads((folder / "settings.json").read_text()))
-    by_run = {name: speeds(one, turns) for name, one in seen.items()}
-    by_turn = {name: speeds(one, 1) for name, one in seen.items()}
+        by_turn = {name: speeds(seen[name], RUNS * turns) for name in group}
+        for name, reference in group.items():
+            by_run[name] = speeds(seen[name], RUNS)
+            ratios = by_turn[name] / by_turn[reference]
+            error[name] = statistics.stdev(ratios) / math.sqrt(len(ratios))
+    prove_equal_work(seen, settings)
     return {
         name: {
             "tokens_per_second": statistics.median(by_run[name]),
             "reference": reference,
             "ratio": statistics.median(by_run[name] / by_run[reference]),
-            "error": statistics.stdev(by_turn[name] / by_turn[reference]) / math.sqrt(RUNS * turns),
+            "error": error[name],
             "padding": seen[name].get("padding", 0.0),
             "waited": seen[name].get("waited"),
             "peak_gib": seen[name]["peak_gib"],
@@ -249,29 +270,32 @@ def contest(groups: list[dict[str, str]], turns: int, folder: Path) -> dict[str,
             "all": by_run[name].tolist(),
             "learned": seen[name].get("learned"),
         }
-        for group in groups
+        for _, group in groups
         for name, reference in group.items()
     }
 
 
-def markdown(table: dict[str, dict[str, Any]]) -> str:
-    """The table as the README has it."""
-    lines = [
-        "| | tokens/s | against | ratio | padding | memory of a rank | losses |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for name, row in table.items():
+def markdown(result: dict[str, Any], work: str) -> str:
+    """The table as the README has it, of every machine; from "padding" on that of the last."""
+    titles = ["", "against"]
+    titles += [f"{machine}: tokens/s | ratio" for machine in result]
+    titles += ["padding", "memory of a rank", "losses"]
+    head = f"| {' | '.join(titles)} |"
+    lines = [head, "|" + " --- |" * (head.count("|") - 1)]
+    *_, last = result.values()
+    for name, row in last[work].items():
+        cells = [name, row["reference"]]
+        for each in (tables[work][name] for tables in result.values()):
+            error = f" ± {each['error']:.2f}" if each["error"] else ""
+            cells += [f"{each['tokens_per_second']:,.0f}", f"{each['ratio']:.2f}{error}"]
+        cells += [f"{100 * row['padding']:.1f} %", f"{row['peak_gib']:.2f} GiB"]
         losses = row["losses"] or [math.nan]
-        ratio = f"{row['ratio']:.2f}" + (f" ± {row['error']:.2f}" if row["error"] else "")
-        ends = "" if math.isnan(losses[0]) else f"{losses[0]:.4f} ... {losses[-1]:.4f}"
-        lines.append(
-            f"| {name} | {row['tokens_per_second']:,.0f} | {row['reference']} | {ratio} "
-            f"| {100 * row['padding']:.1f} % | {row['peak_gib']:.2f} GiB | {ends} |"
-        )
+        cells += ["" if math.isnan(losses[0]) else f"{losses[0]:.4f} ... {losses[-1]:.4f}"]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
+def draw(tables: dict[str, Any], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -279,9 +303,9 @@ def draw(result: dict[str, Any], path: Path) -> None:
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), dpi=150)
     for axis, work in zip(axes, WORKS):
-        names = [*result[work]][::-1]
+        names = [*tables[work]][::-1]
         for place, name in enumerate(names):
-            row = result[work][name]
+            row = tables[work][name]
             ours = name.split()[0] not in ("bare", "trainer", "trl", "floor")
             colour = "#1d3557" if ours else "#a8b3c2"
             axis.barh(place, row["tokens_per_second"], color=colour)
@@ -293,26 +317,27 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path)
 
 
-WORKS: dict[str, tuple[Callable[[Path, int], None], list[dict[str, str]]]] = {
+WORKS: dict[str, tuple[Callable[[Path, int], None], Groups]] = {
     "pretraining": (prepare_pretraining, PRETRAINING),
     "fine-tuning": (prepare_fine_tuning, FINE_TUNING),
 }
 
 
 def main() -> None:
-    turns = int(sys.argv[1]) if len(sys.argv) > 1 else 5
+    most = int(sys.argv[1]) if len(sys.argv) > 1 else EPOCH
     if not (ROOT / ".peers/bin/python").exists():
         raise SystemExit(f"first: {PEERS}")
-    result: dict[str, Any] = {
-        "cores": os.cpu_count(), "machine": platform.machine(), "torch": torch.__version__,
-    }  # fmt: skip
+    cpu = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())
+    name = re.sub(r"\([^)]*\)", "", cpu[1]) if cpu else "CPU"  # without (R) and the like
+    tables: dict[str, Any] = {"cores": os.cpu_count(), "torch": torch.__version__}
     for work, (prepare, groups) in WORKS.items():
-        with tempfile.TemporaryDirectory() as folder:
-            prepare(Path(folder), TURN * (1 + RUNS * turns))
-            result[work] = contest(groups, turns, Path(folder))
-        print(markdown(result[work]), flush=True)
-    (ROOT / "docs/compare.json").write_text(json.dumps(result, indent=1) + "\n")
-    draw(result, ROOT / "docs/compare.png")
+        tables[work] = contest(prepare, groups, most)
+        print(markdown({name: tables}, work), flush=True)
+    file = ROOT / "docs/compare.json"
+    result = json.loads(file.read_text())
+    result.pop(name, None)  # the newest is the last
+    file.write_text(json.dumps(result | {name: tables}, indent=1) + "\n")
+    draw(tables, ROOT / "docs/compare.png")
 
 
 if __name__ == "__main__":

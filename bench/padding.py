@@ -1,8 +1,9 @@
-"""Padding of a whole epoch, of both embedded corpora, bucketed and packed: for the README.
+"""Padding of a whole epoch, of both embedded corpora, bucketed and packed, also compiled.
 
 python bench/padding.py
 """
 
+import itertools
 import sys
 from pathlib import Path
 
@@ -25,13 +26,14 @@ def padding(batches: common.Batches) -> float:
 
 def main() -> None:
     cpu, chat = torch.device("cpu"), (fsdp2_sft.TEMPLATE, fsdp2_sft.TURN, fsdp2_sft.INSIDE)
-    for batching in ("bucketed", "packed"):
-        text = fsdp2_pretrain.Config(batching=batching)
-        talk = fsdp2_sft.Config(batching=batching)
+    for batching, compiled in itertools.product(("bucketed", "packed"), (False, True)):
+        text = fsdp2_pretrain.Config(batching=batching, compile=compiled)
+        talk = fsdp2_sft.Config(batching=batching, compile=compiled)
         batches = {"stdlib": common.load_batches(text, cpu)[1]}
         batches["stdlib-docstrings"] = common.load_conversations(talk, cpu, *chat)[1]
         for name, made in batches.items():
-            print(f"{name}, {batching}: {100 * padding(made):.1f} % padding")
+            kind = batching + (", compiled" if compiled else "")
+            print(f"{name}, {kind}: {100 * padding(made):.1f} % padding")
 
 
 if __name__ == "__main__":

@@ -150,8 +150,8 @@ def sections() -> dict[str, Callable[[], str]]:
     made: dict[str, Callable[[], str]] = {
         "traffic": lambda: traffic.table(*traffic.parameters(), ranks=8),
         "choosing": lambda: choose.table(choosing),
-        "pretraining": lambda: compare.markdown(compared["pretraining"]),
-        "fine-tuning": lambda: compare.markdown(compared["fine-tuning"]),
+        "pretraining": lambda: compare.markdown(compared, "pretraining"),
+        "fine-tuning": lambda: compare.markdown(compared, "fine-tuning"),
     }
     for pair in LESSONS:
         made[" ".join(pair)] = functools.partial(lesson, pair)
