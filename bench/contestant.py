@@ -16,6 +16,7 @@ import resource
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -123,15 +124,19 @@ def script(name: str, notes: Notes, flags: list[str], train_step: Any = None) ->
     notes.more["waited"] = sorted(waited)[len(waited) // 2]
 
 
-def bare(strategy: str, folder: Path, notes: Notes, settings: dict[str, Any]) -> None:
-    """The strategy, AdamW and the rows: what a tutorial of PyTorch shows."""
+def bare_steps(
+    strategy: str, folder: Path, settings: dict[str, Any]
+) -> Iterator[tuple[torch.Tensor, int]]:
+    """The strategy, AdamW and the rows: what a tutorial of PyTorch shows.
+
+    Returns the steps to come, each this rank's mean loss (a scalar) and the tokens of all ranks.
+    """
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
     from torch.nn.parallel import DistributedDataParallel
     from transformers import AutoModelForCausalLM
     from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
-    dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     model = AutoModelForCausalLM.from_pretrained(folder / "weights", dtype=torch.float32)
     if strategy == "ddp":
@@ -151,18 +156,30 @@ def bare(strategy: str, folder: Path, notes: Notes, settings: dict[str, Any]) ->
         fused=True,
     )  # fmt: skip
     rows = torch.load(folder / "rows.pt").chunk(ranks, dim=1)[rank]  # [steps, rows, 257]
+
+    def train() -> Iterator[tuple[torch.Tensor, int]]:
+        for batch in rows:
+            logits = model(input_ids=batch[:, :-1], use_cache=False).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            yield loss.detach(), batch[:, 1:].numel() * ranks
+
+    return train()
+
+
+def bare(strategy: str, folder: Path, notes: Notes, settings: dict[str, Any]) -> None:
+    """A bare loop of the strategy."""
+    dist.init_process_group("gloo")
+    steps = bare_steps(strategy, folder, settings)
     dist.barrier()
     notes.start()
-    for batch in rows:
-        logits = model(input_ids=batch[:, :-1], use_cache=False).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        notes.step(loss.detach(), batch[:, 1:].numel() * ranks)
+    for loss, tokens in steps:
+        notes.step(loss, tokens)
     losses = torch.stack(notes.losses)
     dist.all_reduce(losses)
-    notes.losses = (losses / ranks).tolist()
+    notes.losses = (losses / dist.get_world_size()).tolist()
 
 
 def trainer(strategy: str, folder: Path, notes: Notes, settings: dict[str, Any]) -> None:
