@@ -62,14 +62,13 @@ def alternate(folder: Path, strategy: str) -> None:
     module.train_step = both
     common.export = common.Run.finish = lambda *_: None  # only training is compared
     sys.argv = [f"{strategy}_pretrain.py", *settings["flags"][f"{strategy}_pretrain"]]
-    rank = int(os.environ["RANK"])
     module.main()
     if any(abs(a / b - 1) > 1e-3 for a, b in zip(*losses.values(), strict=True)):
         raise SystemExit(f"{strategy}: they do different work: {losses}")
     between = [after - before for before, after in itertools.pairwise(called)]
     script_seconds = [whole - one for whole, one in zip(between, beside)][FIRST:]
     ratios = [a / b for a, b in zip(bare_seconds[FIRST:], script_seconds)]
-    if rank == 0:
+    if os.environ["RANK"] == "0":
         print(
             f"{strategy}: script {1000 * statistics.mean(script_seconds):.1f} ms, "
             f"bare {1000 * statistics.mean(bare_seconds[FIRST:]):.1f} ms, "
