@@ -23,6 +23,11 @@ NAMES = [  # in hunks that only name things: they are left out if no reason has 
     "Choose ", "torchrun --standalone", "`diff ", "import ", "run_dir: str",
     '"separate", "one state',
 ]  # fmt: skip
+FRAMES = {  # of the stack that py-spy shows: the line that each function of fsdp2_pretrain.py is at
+    "add_gradients": "(loss * scale).backward()",
+    "train_step": "summed += add_gradients(",
+    "main": "loss, grad_norm = train_step(",
+}
 LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
     ("ddp_pretrain", "fsdp1_pretrain"): [
         (
@@ -160,6 +165,14 @@ def sections() -> dict[str, Callable[[], str]]:
 
 def renewed(text: str) -> str:
     """The README's text with its generated parts as they are now."""
+    lines = (ROOT / "fsdp2_pretrain.py").read_text().splitlines()
+    for function, start in FRAMES.items():
+        [number] = [i for i, line in enumerate(lines, 1) if line.lstrip().startswith(start)]
+        text = re.sub(
+            rf"{function} \(fsdp2_pretrain.py:\d+\)",
+            f"{function} (fsdp2_pretrain.py:{number})",
+            text,
+        )
     for name, make in sections().items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         if text.count(begin) != 1 or text.count(end) != 1:
