@@ -11,6 +11,7 @@ import os
 import sys
 from pathlib import Path
 
+import arguments
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -39,5 +40,6 @@ def bigram_loss(config: fsdp2_pretrain.Config) -> float:
 
 
 if __name__ == "__main__":
+    arguments.read(__doc__)
     loss = bigram_loss(fsdp2_pretrain.Config())
     print(f"byte-bigram model: validation loss {loss:.4f}, {loss / math.log(2):.4f} bits per byte")

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import arguments
 import torch
 import torch.distributed as dist
 from pairs import leave
@@ -51,9 +52,9 @@ def summary(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
 
 
-def lost(config: script.Config, device: torch.device) -> None:
+def lost(config: script.Config, device: torch.device, width: int, rounds: int) -> None:
     """Print training time lost per checkpoint; one is written before the first of the steps."""
-    width, rounds, steps = int(sys.argv[2]), int(sys.argv[3]), 4
+    steps = 4
     shape = Qwen2Config(
         vocab_size=512, hidden_size=width, intermediate_size=4 * width, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
@@ -148,6 +149,15 @@ def peak_memory(code: str) -> int:
 
 
 def main() -> None:
+    parser = arguments.parser(__doc__)
+    kinds = parser.add_subparsers(dest="measure", required=True)
+    kinds.add_parser("start").set_defaults(measure=start)
+    of_lost = kinds.add_parser("lost")
+    of_lost.set_defaults(measure=lost)
+    for name in ("width", "rounds"):
+        of_lost.add_argument(name, metavar=name.upper(), type=arguments.positive)
+    given = vars(parser.parse_args())
+    measure = given.pop("measure")
     with tempfile.TemporaryDirectory(dir=ROOT) as folder:
         config = script.Config(
             bucket_edges=[256], micro_batch_tokens=256, keep_checkpoints=1, steps=10**6,
@@ -155,7 +165,7 @@ def main() -> None:
         )  # fmt: skip
         device = script.init_process_group(config)
         config.run_dir = common.gather(folder)[0]
-        {"lost": lost, "start": start}[sys.argv[1]](config, device)
+        measure(config, device, **given)
         dist.barrier()  # nobody writes into the folder any more
     leave()
 

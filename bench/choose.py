@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import arguments
 from dry_run import GIB, ROOT, be_rank_0, dry_run, on_device
 from transformers import Qwen2Config
 
@@ -81,6 +82,7 @@ def table(seen: dict[str, dict[str, dict[str, float]]]) -> str:
 
 
 def main() -> None:
+    arguments.read(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         FILE.write_text(json.dumps(peaks(Path(folder)), indent=1) + "\n")
     print(table(json.loads(FILE.read_text())))

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import arguments
 import numpy as np
 import torch
 from contestant import TURN
@@ -324,7 +325,7 @@ WORKS: dict[str, tuple[Callable[[Path, int], None], Groups]] = {
 
 
 def main() -> None:
-    most = int(sys.argv[1]) if len(sys.argv) > 1 else EPOCH
+    [most] = arguments.read(__doc__, turns=EPOCH)
     if not (ROOT / ".peers/bin/python").exists():
         raise SystemExit(f"first: {PEERS}")
     cpu = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())

@@ -12,6 +12,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+import arguments
+
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ["ddp_pretrain", "fsdp1_pretrain", "fsdp2_pretrain"]
 
@@ -46,6 +48,7 @@ def draw(curves: dict[str, list[float]], path: Path) -> None:
 
 
 def main() -> None:
+    arguments.read(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         curves = {f"{name}.py": losses(name, f"{folder}/{name}") for name in SCRIPTS}
     (ROOT / "docs/curves.json").write_text(json.dumps(curves) + "\n")

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import arguments
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -142,6 +143,7 @@ def clean_up() -> None:
 
 
 def main() -> None:
+    arguments.read(__doc__)
     device = ddp_pretrain.init_process_group(ddp_pretrain.Config())
     table: dict[str, dict] = {}
     for what, script, flags in SETTINGS:

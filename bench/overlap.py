@@ -12,6 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import arguments
+
 ROOT = Path(__file__).parents[1]
 COMPUTING = ("aten::mm", "aten::addmm", "aten::_scaled_dot_product", "aten::_fused_adamw")
 ROWS = {  # what is drawn: label, colour
@@ -38,6 +40,7 @@ def row(name: str) -> str | None:
 
 
 def main() -> None:
+    arguments.read(__doc__)
     import matplotlib
 
     matplotlib.use("Agg")

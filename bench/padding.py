@@ -7,6 +7,7 @@ import itertools
 import sys
 from pathlib import Path
 
+import arguments
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -25,6 +26,7 @@ def padding(batches: common.Batches) -> float:
 
 
 def main() -> None:
+    arguments.read(__doc__)
     cpu, chat = torch.device("cpu"), (fsdp2_sft.TEMPLATE, fsdp2_sft.TURN, fsdp2_sft.INSIDE)
     for batching, compiled in itertools.product(("bucketed", "packed"), (False, True)):
         text = fsdp2_pretrain.Config(batching=batching, compile=compiled)

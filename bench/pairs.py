@@ -14,6 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import arguments
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
@@ -127,6 +128,7 @@ def leave() -> None:
 
 
 def main() -> None:
+    arguments.read(__doc__)
     device = ddp_pretrain.init_process_group(ddp_pretrain.Config())
     for purpose in common.PATIENT:
         common.patient_group(purpose)

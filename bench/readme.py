@@ -13,6 +13,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import arguments
 import choose
 import compare
 import traffic
@@ -183,6 +184,7 @@ def renewed(text: str) -> str:
 
 
 def main() -> None:
+    arguments.read(__doc__)
     readme = ROOT / "README.md"
     readme.write_text(renewed(readme.read_text()))
 

@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import arguments
 import numpy as np
 from compare import FLAGS, ROOT, Contestant, common, words
 from transformers import Qwen2Config
@@ -110,6 +111,7 @@ def draw(seen: dict[str, Any], path: Path) -> None:
 
 
 def main() -> None:
+    arguments.read(__doc__)
     seen: dict[str, Any] = {"planning": planning()}
     for sweep, values in SWEEPS.items():
         seen[sweep] = {script: {} for script in SCRIPTS}

@@ -12,6 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import arguments
+
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ["ddp_pretrain", "fsdp1_pretrain", "fsdp2_pretrain", "fsdp2_sft"]
 
@@ -29,6 +31,7 @@ def first_step(script: str) -> float:
 
 
 def main() -> None:
+    arguments.read(__doc__)
     seconds: dict[str, list[float]] = {script: [] for script in SCRIPTS}
     for _ in range(4):
         for script in SCRIPTS:

@@ -4,15 +4,13 @@
 
 In bench/compare.py the contestants are processes of their own, and even two of the same program
 differ by a few per cent. Here script and bare loop train in turn, a step each, on the rows and from
-the weights of that comparison. Prints milliseconds, the ratio of the speeds and its standard error.
+the weights of that comparison; a step begins and ends on all ranks together. Prints milliseconds,
+the ratio of the speeds and its standard error.
 """
 
 import importlib
-import itertools
 import json
-import math
 import os
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,6 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import arguments
+import torch
 import torch.distributed as dist
 from compare import ROOT, STRATEGIES, common, prepare_pretraining
 from contestant import bare_steps
@@ -28,34 +28,35 @@ FIRST = 4  # steps that are not counted
 
 
 def alternate(folder: Path, strategy: str) -> None:
-    """On one rank of a launch: train with the script, and take a bare step beside each of its."""
+    """On one rank of a launch: train with the script, and take a bare step before each of its."""
     settings = json.loads((folder / "settings.json").read_text())
     module = importlib.import_module(f"{strategy}_pretrain")
     train_step = module.train_step
     bare: Any = None
-    called, beside, bare_seconds = [], [], []  # when; seconds of the bare step with its barriers
+    seconds: dict[str, list[float]] = {"script": [], "bare": []}
     losses: dict[str, list[float]] = {"script": [], "bare": []}
+    started = 0.0
 
-    def bare_step() -> None:
+    def end(contestant: str) -> None:
+        nonlocal started
+        dist.barrier()  # the ranks wait for each other here if nowhere before
+        seconds[contestant].append(time.perf_counter() - started)
         started = time.perf_counter()
-        dist.barrier()  # neither pays for ranks that the other leaves apart
-        begun = time.perf_counter()
+
+    def both(*given: Any) -> tuple[float, float]:
+        nonlocal bare, started
+        if bare is None:
+            bare = bare_steps(strategy, folder, settings)
+            dist.barrier()
+            started = time.perf_counter()
+        else:
+            end("script")
         loss, _ = next(bare)
-        bare_seconds.append(time.perf_counter() - begun)
+        end("bare")
         dist.all_reduce(loss)
         losses["bare"].append(loss.item() / dist.get_world_size())
-        beside.append(time.perf_counter() - started)
-
-    def both(*arguments: Any) -> tuple[float, float]:
-        nonlocal bare
-        bare = bare or bare_steps(strategy, folder, settings)
-        called.append(time.perf_counter())
-        bare_first = len(called) % 2
-        if bare_first:
-            bare_step()
-        result = train_step(*arguments)
-        if not bare_first:
-            bare_step()
+        started = time.perf_counter()
+        result = train_step(*given)
         losses["script"].append(result[0])
         return result
 
@@ -65,25 +66,24 @@ def alternate(folder: Path, strategy: str) -> None:
     module.main()
     if any(abs(a / b - 1) > 1e-3 for a, b in zip(*losses.values(), strict=True)):
         raise SystemExit(f"{strategy}: they do different work: {losses}")
-    between = [after - before for before, after in itertools.pairwise(called)]
-    script_seconds = [whole - one for whole, one in zip(between, beside)][FIRST:]
-    ratios = [a / b for a, b in zip(bare_seconds[FIRST:], script_seconds)]
+    # The script's last step has no end: validation and a checkpoint follow it.
+    script, alone = (torch.tensor(seconds[name])[FIRST:] for name in seconds)
+    alone = alone[: len(script)]
+    ratios = alone / script
     if os.environ["RANK"] == "0":
         print(
-            f"{strategy}: script {1000 * statistics.mean(script_seconds):.1f} ms, "
-            f"bare {1000 * statistics.mean(bare_seconds[FIRST:]):.1f} ms, "
-            f"ratio {statistics.median(ratios):.3f} "
-            f"± {statistics.stdev(ratios) / math.sqrt(len(ratios)):.3f}",
+            f"{strategy}: script {1000 * script.mean():.1f} ms, bare {1000 * alone.mean():.1f} ms, "
+            f"ratio {ratios.median():.3f} ± {ratios.std() / len(ratios) ** 0.5:.3f}",
             flush=True,
         )
     os._exit(0)  # the bare model is alive
 
 
 def main() -> None:
-    steps = int(sys.argv[1]) if len(sys.argv) > 1 else 60
+    [steps] = arguments.read(__doc__, steps=200)
     for strategy in STRATEGIES:
         with tempfile.TemporaryDirectory() as folder:
-            prepare_pretraining(Path(folder), steps)
+            prepare_pretraining(Path(folder), FIRST + steps + 1)
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
             command += ["--nproc-per-node=2", str(ROOT / "bench/step.py"), folder, strategy]
             seen = subprocess.run(
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank of the launch in `main`
         alternate(Path(sys.argv[1]), sys.argv[2])
     else:
         main()

@@ -10,6 +10,7 @@ import importlib
 import tempfile
 from typing import Any
 
+import arguments
 from dry_run import MIB, ROOT, Watch, be_rank_0, dry_run
 from transformers import Qwen2Config
 
@@ -51,6 +52,7 @@ def record(script: str, shape: str) -> Recorder:
 
 
 def main() -> None:
+    arguments.read(__doc__)
     import matplotlib
 
     matplotlib.use("Agg")

@@ -14,6 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import arguments
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import common  # noqa: E402
 import ddp_pretrain  # noqa: E402
@@ -22,7 +24,7 @@ ROUNDS = 3
 
 
 def main() -> None:
-    megabytes = int(sys.argv[1]) if len(sys.argv) > 1 else 200
+    [megabytes] = arguments.read(__doc__, megabytes=200)
     rows = [*common.standard_library_documents(common.standard_library_files(), "")]
     texts = [row["text"] for row in rows]
     texts *= 1 + megabytes * 10**6 // sum(map(len, texts))

@@ -9,6 +9,8 @@ travel as 2 bytes, gradients as 4 (fp32 reduction), and a micro-batch a step.
 import sys
 from pathlib import Path
 
+import arguments
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 
@@ -62,4 +64,5 @@ def table(whole: int, in_blocks: int, ranks: int) -> str:
 
 
 if __name__ == "__main__":
-    print(table(*parameters(), int(sys.argv[1]) if len(sys.argv) > 1 else 8))
+    [ranks] = arguments.read(__doc__, ranks=8)
+    print(table(*parameters(), ranks))

@@ -3,6 +3,7 @@
 import math
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -108,6 +109,26 @@ def test_first_run(tmp_path):
     )
     measured = re.search(r"validation loss ([\d.]+)", held_out.stdout)[1]
     assert float(measured) == pytest.approx(bigram, abs=0.005)
+
+
+PROGRAMS = [
+    path for path in sorted((ROOT / "bench").glob("*.py"))
+    if path.stem not in ("arguments", "contestant", "dry_run")  # test_dry_run.py tests the last
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+def test_benchmarks_explain_themselves(program, monkeypatch, capsys):
+    """--help prints what a program measures, and a wrong word ends it before it begins."""
+    monkeypatch.setattr(sys, "path", [str(program.parent), *sys.path])
+    for words, code in ((["--help"], 0), (["-1"], 2), (["fast"], 2)):
+        monkeypatch.setattr(sys, "argv", [str(program), *words])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(program), run_name="__main__")
+        assert ended.value.code == code
+        seen = capsys.readouterr()
+        assert program.read_text()[3:].splitlines()[0] in seen.out or code
+        assert code == 0 or seen.err.splitlines()[-1].startswith(f"{program.name}: error: ")
 
 
 def test_generated_parts_are_current(monkeypatch):
