@@ -203,7 +203,8 @@ def parse_config(config_class: type[T]) -> T:
 def check_config(config: Any) -> None:
     """Settle `--precision auto`; raise InputError for flags that cannot work here."""
     ranks, cuda = int(os.environ["WORLD_SIZE"]), torch.cuda.is_available()
-    if cuda and int(os.environ["LOCAL_WORLD_SIZE"]) > torch.cuda.device_count():
+    in_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    if cuda and in_node > torch.cuda.device_count():
         raise InputError(f"--nproc-per-node: this machine has {torch.cuda.device_count()} GPUs")
     bf16 = not cuda or torch.cuda.is_bf16_supported(including_emulation=False)
     if config.precision == "auto":
@@ -244,6 +245,12 @@ def check_config(config: Any) -> None:
     replicas = getattr(config, "dp_replicate", 1)
     if replicas < 1 or ranks % replicas:
         raise InputError(f"--dp_replicate {replicas} does not divide {ranks} ranks")
+    if getattr(config, "sharding_strategy", None) == "hybrid_shard" and ranks > 1:
+        if in_node == 1 or ranks % in_node:  # FSDP1 never reduces between replicas of one rank
+            raise InputError(
+                "--sharding_strategy hybrid_shard shards inside a node, so each must have the same "
+                f"number of ranks, at least 2; here are {in_node} of {ranks}"
+            )
     if config.activation_checkpointing not in ("none", "full", "selective"):
         try:
             fraction = float(config.activation_checkpointing)
@@ -1916,6 +1923,8 @@ class Checkpoints:
             raise self.cannot_write(temporary, error) from error
 
     def complete_later(self, *arguments: Any) -> None:
+        if self.run.device.type == "cuda":
+            torch.cuda.set_device(self.run.device)  # a new thread has device 0
         try:
             self.complete(*arguments)
         except Exception as error:  # raised by `wait`, in the thread that trains

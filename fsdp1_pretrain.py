@@ -5,9 +5,9 @@ computes, that block's parameters whole. FSDP1 lays a block's parameters end to 
 tensor and cuts that in N.
 
 What moves in a step, with P the bytes of the model: before a block's forward and again before its
-backward an all-gather of its parameters, 2P(N-1)/N over all blocks; after its backward a
-reduce-scatter of its gradients, P(N-1)/N. That is half as much again as DDP (as much in bf16, which
-halves the gathers), most of it while a neighbour computes. Each of k micro-batches gathers anew.
+backward an all-gather of its parameters, at most 2P(N-1)/N in all; after its backward a
+reduce-scatter of its gradients, P(N-1)/N. That is 1.5 times DDP's (1.0 in bf16, which halves the
+gathers), most of it while a neighbouring block computes. Each of k micro-batches gathers anew.
 
 Choose FSDP2 instead for anything new; this is for reading and keeping what was built on FSDP1.
 
@@ -135,6 +135,7 @@ KEPT = [  # by selective activation checkpointing; the cheap rest of a block is 
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     *common.VARIABLE_LENGTH_OPS,
+    # Collectives inside a block, as tensor parallelism has; those of this script are around it.
     torch.ops._c10d_functional.all_gather_into_tensor.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 ]
@@ -164,6 +165,7 @@ def summed_loss(self: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, 
     The logits of a whole micro-batch, [tokens, vocabulary], would be its largest tensor by far.
     Here they exist a chunk at a time, and inside the root's forward, where a sharded head is whole.
     (F.linear_cross_entropy would do, but returns the sum of bf16 inputs in bf16: 0.4 % off.)
+    In bf16 the chunks' gradients of the head add up in bf16, within a micro-batch.
     """
     hidden = self.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
@@ -183,8 +185,8 @@ def summed_loss(self: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, 
 def initialize(modules: Iterable[nn.Module], names: dict, model: nn.Module, device: torch.device):
     """Give memory and initial weights to modules that were built on the meta device.
 
-    A module's numbers depend on `names[module]` (seed and name) alone, so every strategy and world
-    size starts from the same model.
+    A module's numbers depend on `names[module]` (seed and name) and the kind of device alone, so
+    every strategy and world size starts from the same model.
     """
     for module in reversed([module for module in modules if module in names]):  # children first
         module.to_empty(device=device, recurse=False)
@@ -202,7 +204,7 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
     """Returns the model, ready to train, and the names of the parameters with weight decay.
 
     The order matters: patch, checkpoint activations, compile, wrap or shard. The compiler must see
-    the checkpointing (around a compiled block it recomputes twice), but not the strategy's hooks.
+    the checkpointing (around a compiled block, both would recompute), but not the strategy.
     """
     AttentionInterface.register("documents", common.document_attention)
     with torch.device("meta"):  # shapes only, no memory yet
@@ -221,7 +223,8 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
     fraction = {"none": 0.0, "full": 1.0, "selective": 1.0}.get(mode)
     fraction = float(mode) if fraction is None else fraction
     options = {}
-    torch._dynamo.config.recompile_limit = 8 + 2 * len(config.bucket_edges)  # a graph a shape
+    # A graph for each length of rows, in training and in validation; 8 is the default.
+    torch._dynamo.config.recompile_limit = 8 + 2 * len(config.bucket_edges)
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
     for i, block in enumerate(blocks):
@@ -251,7 +254,7 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
             device.type, (ranks // shards, shards), mesh_dim_names=("replicate", "shard")
         )
     precision = None
-    if config.precision == "bf16":  # the shards, and so AdamW, stay fp32
+    if config.precision == "bf16":  # all that a block computes; shards, and so AdamW, stay fp32
         precision = MixedPrecision(torch.bfloat16, reduce_dtype=torch.float32)
     warnings.filterwarnings("ignore", ".*NO_SHARD")  # what FSDP1 says of a single rank
     model = FullyShardedDataParallel(
@@ -262,8 +265,8 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
         sharding_strategy=ShardingStrategy[config.sharding_strategy.upper()],
         mixed_precision=precision,
         param_init_fn=materialize,
-        use_orig_params=True,  # parameters keep their names and decay groups
-        limit_all_gathers=True,  # at most two blocks are whole at a time
+        use_orig_params=True,  # each parameter stays one, with its decay group
+        limit_all_gathers=True,  # at most two blocks are whole at a time (all, if not freed)
         device_id=device,
     )
     return model, decayed
@@ -306,7 +309,8 @@ class State(Stateful):
         model = common.without_tied(self.model, get_model_state_dict(self.model))
         state = {"model": model, "progress": asdict(self.progress)}
         # optimizer.state_dict() would be empty before the first step, with nothing for a load to
-        # fill; this makes up moments then. (And counts a step: what never stepped is not saved.)
+        # fill; this makes moments then, by a step with a learning rate of 0. AdamW counts that
+        # one too, so what never stepped is not saved.
         if self.progress.updates:
             state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
         return state
@@ -319,7 +323,7 @@ class State(Stateful):
 
 
 def save_checkpoint(state: State, config: Config, stager: Any, directory: Path) -> Callable:
-    """Returns what writes this moment's state, each rank what it keeps: to call now or in a thread.
+    """Returns what writes this moment's state, each rank its part: to call now or in a thread.
 
     `stateful` is one tree of everything; `separate` is a tree for the model, one for the optimizer.
     """
@@ -344,7 +348,7 @@ def load_checkpoint(state: State, config: Config, directory: Path) -> None:
     """Each rank reads what it keeps, into the tensors of the state that it has now."""
     if (directory / "model").is_dir():
         trees = state.state_dict()
-        for name in trees.keys() - {"progress"}:
+        for name in sorted(trees.keys() - {"progress"}):  # in one order on all ranks
             dcp.load(trees[name], checkpoint_id=directory / name)
         state.load_state_dict(trees)
     else:
@@ -379,7 +383,8 @@ def train_step(
 ) -> tuple[float, float]:  # fmt: skip
     """One optimizer step; returns the mean loss over the global batch and the gradient norm."""
     # The loss is a sum over labels divided by the labels of the whole global batch. A mean of
-    # means would weigh tokens of short micro-batches more. x ranks: gradients are averaged.
+    # means would weigh tokens of short micro-batches more. Times the ranks, as gradients are
+    # averaged over them.
     scale = dist.get_world_size() / batch.labels
     summed = torch.zeros((), device=device)
     for i, micro_batch in enumerate(batch.micro_batches):

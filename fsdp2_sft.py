@@ -5,9 +5,9 @@ and close a turn, embeddings for them, and labels that leave out all but the ass
 What a rank keeps and what moves is as in fsdp2_pretrain.py.
 
 A model learns from every turn of the assistant, from its first token to the token that ends it, so
-that it learns to stop; not from the header that opens it, which whoever chats with it writes. The
-loss of a step is the sum over those tokens divided by their number, over all ranks and
-micro-batches: conversations differ so much in it that any mean of means would be far off.
+that it learns to stop; not from the header that opens it, which is given when it is asked. The loss
+of a step is the sum over those tokens divided by their number, over all ranks and micro-batches:
+conversations have so different numbers of them that any mean of means would be far off.
 
 Rows are conversations of similar length (`bucketed`: short ones in many rows, long ones in few), or
 one row of several whole conversations that do not see each other (`packed`).
@@ -59,7 +59,9 @@ class Config:
     model: str = flag("tiny", "tiny, qwen2-0.5b, or a directory or hub id with a config.json")
     init_from: str | None = flag(None, "weights: checkpoint, run, Hugging Face directory or hub id")
     tokenizer: str = flag("bytes", "bytes, a tiktoken encoding (gpt2), or a directory or hub id")
-    dataset: str = flag("stdlib-docstrings", "that, a hub id, or .parquet .jsonl .json file, URL")
+    dataset: str = flag(
+        "stdlib-docstrings", "stdlib-docstrings, a hub id, or .parquet .jsonl .json file, URL"
+    )
     dataset_config: str | None = flag(None, "configuration name of a hub dataset")
     dataset_split: str = flag("train", "split, as in datasets.load_dataset")
     bucket_edges: list[RowLength] = flag(
@@ -95,7 +97,7 @@ class Config:
     trace_steps: list[int] = flag([], "first and last step to profile, into the run's directory")
     wandb_project: str | None = flag(None, "Weights & Biases project to log to as well")
     seed: int = flag(0, "seed of the initial weights and of the data order")
-    reshard_after_forward: bool = flag(True, "free blocks after use; else only after the step")
+    reshard_after_forward: bool = flag(True, "free a block after forward; else after last backward")
     dp_replicate: int = flag(1, "replicas of the sharded model (HSDP)")
     cpu_offload: bool = flag(False, "keep parameters, gradients and moments in CPU memory")
     reduce_every_micro_batch: bool = flag(False, "less memory for gradients, more traffic")
@@ -156,6 +158,7 @@ KEPT = [  # by selective activation checkpointing; the cheap rest of a block is 
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     *common.VARIABLE_LENGTH_OPS,
+    # Collectives inside a block, as tensor parallelism has; those of this script are around it.
     torch.ops._c10d_functional.all_gather_into_tensor.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 ]
@@ -194,6 +197,7 @@ def summed_loss(
     The logits of a whole micro-batch, [tokens, vocabulary], would be its largest tensor by far.
     Here they exist a chunk at a time, and inside the root's forward, where a sharded head is whole.
     (F.linear_cross_entropy would do, but returns the sum of bf16 inputs in bf16: 0.4 % off.)
+    In bf16 the chunks' gradients of the head add up in bf16, within a micro-batch.
     """
     hidden = self.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
     # Only positions that have a label go through the head: `learned`, int64 [labels].
@@ -214,8 +218,8 @@ def summed_loss(
 def initialize(modules: Iterable[nn.Module], names: dict, model: nn.Module, device: torch.device):
     """Give memory and initial weights to modules that were built on the meta device.
 
-    A module's numbers depend on `names[module]` (seed and name) alone, so every strategy and world
-    size starts from the same model.
+    A module's numbers depend on `names[module]` (seed and name) and the kind of device alone, so
+    every strategy and world size starts from the same model.
     """
     for module in reversed([module for module in modules if module in names]):  # children first
         module.to_empty(device=device, recurse=False)
@@ -233,7 +237,7 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
     """Returns the model, ready to train, and the names of the parameters with weight decay.
 
     The order matters: patch, checkpoint activations, compile, wrap or shard. The compiler must see
-    the checkpointing (around a compiled block it recomputes twice), but not the strategy's hooks.
+    the checkpointing (around a compiled block, both would recompute), but not the strategy.
     """
     AttentionInterface.register("documents", common.document_attention)
     with torch.device("meta"):  # shapes only, no memory yet
@@ -252,7 +256,8 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
     fraction = {"none": 0.0, "full": 1.0, "selective": 1.0}.get(mode)
     fraction = float(mode) if fraction is None else fraction
     options = {}
-    torch._dynamo.config.recompile_limit = 8 + 2 * len(config.bucket_edges)  # a graph a shape
+    # A graph for each length of rows, in training and in validation; 8 is the default.
+    torch._dynamo.config.recompile_limit = 8 + 2 * len(config.bucket_edges)
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
     for i, block in enumerate(blocks):
@@ -275,11 +280,11 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
             device.type, (ranks // shards, shards), mesh_dim_names=("replicate", "shard")
         )
     sharding: dict[str, Any] = {"mesh": mesh}
-    if config.precision == "bf16":  # the shards, and so AdamW, stay fp32
+    if config.precision == "bf16":  # all that a block computes; shards, and so AdamW, stay fp32
         sharding["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     if config.cpu_offload:
         sharding["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    for block in blocks:  # one at a time: no rank ever holds more than one whole block
+    for block in blocks:  # one at a time: here no rank holds more than one whole block
         initialize(block.modules(), names, model, device)
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **sharding)
     # The rest is one group, for tied embeddings must share a group. It stays whole after forward,
@@ -325,7 +330,8 @@ class State(Stateful):
         model = common.without_tied(self.model, get_model_state_dict(self.model))
         state = {"model": model, "progress": asdict(self.progress)}
         # optimizer.state_dict() would be empty before the first step, with nothing for a load to
-        # fill; this makes up moments then. (And counts a step: what never stepped is not saved.)
+        # fill; this makes moments then, by a step with a learning rate of 0. AdamW counts that
+        # one too, so what never stepped is not saved.
         if self.progress.updates:
             state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
         return state
@@ -338,7 +344,7 @@ class State(Stateful):
 
 
 def save_checkpoint(state: State, config: Config, stager: Any, directory: Path) -> Callable:
-    """Returns what writes this moment's state, each rank what it keeps: to call now or in a thread.
+    """Returns what writes this moment's state, each rank its part: to call now or in a thread.
 
     `stateful` is one tree of everything; `separate` is a tree for the model, one for the optimizer.
     """
@@ -363,7 +369,7 @@ def load_checkpoint(state: State, config: Config, directory: Path) -> None:
     """Each rank reads what it keeps, into the tensors of the state that it has now."""
     if (directory / "model").is_dir():
         trees = state.state_dict()
-        for name in trees.keys() - {"progress"}:
+        for name in sorted(trees.keys() - {"progress"}):  # in one order on all ranks
             dcp.load(trees[name], checkpoint_id=directory / name)
         state.load_state_dict(trees)
     else:
@@ -380,6 +386,7 @@ def add_gradients(model: nn.Module, micro_batch: dict, scale: float, last: bool,
     once: less communication, but the memory of a whole model's gradients.
     """
     model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
+    model.set_requires_all_reduce(last)  # between replicas, of what is summed in shards until then
     model.set_reshard_after_backward(last or config.reshard_after_forward)  # else stay whole
     loss = model(**micro_batch)
     (loss * scale).backward()
@@ -398,7 +405,8 @@ def train_step(
 ) -> tuple[float, float]:  # fmt: skip
     """One optimizer step; returns the mean loss over the global batch and the gradient norm."""
     # The loss is a sum over labels divided by the labels of the whole global batch. A mean of
-    # means would weigh tokens of short micro-batches more. x ranks: gradients are averaged.
+    # means would weigh tokens of short micro-batches more. Times the ranks, as gradients are
+    # averaged over them.
     scale = dist.get_world_size() / batch.labels
     summed = torch.zeros((), device=device)
     for i, micro_batch in enumerate(batch.micro_batches):

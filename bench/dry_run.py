@@ -377,8 +377,10 @@ def closed_form(report: Report, script: Any, config: Any, numbers: int) -> tuple
     if shards == ranks:
         return sent, formula.replace("S", "N")
     replicas = ranks // shards
-    sent += reductions * 2 * gradients / shards * (replicas - 1) / replicas
-    return sent, f"{formula} + {'k' if every else ''}2(G/S)(R-1)/R"
+    fsdp1 = hasattr(config, "sharding_strategy")  # FSDP2 adds up shards and all-reduces them once
+    all_reduces, times = (micro_batches, "k") if fsdp1 and every else (1, "")
+    sent += all_reduces * 2 * gradients / shards * (replicas - 1) / replicas
+    return sent, f"{formula} + {times}2(G/S)(R-1)/R"
 
 
 def size_of_compute(config: Any) -> int:
@@ -619,9 +621,9 @@ def main() -> None:
     precision = "bf16" if options.precision in (None, "auto") else options.precision
     words += ["--precision", precision, "--micro_batch_tokens", str(micro)]
     words += ["--global_batch_tokens", str(options.global_batch_tokens or options.ranks * micro)]
+    words += ["--compile", "False"]  # what no compiler here could do would be refused
     sys.argv = [options.script, *words]
     config = common.parse_config(script.Config)
-    config.compile = False
     longest = micro if config.bucket_edges[-1] is common.AUTO else config.bucket_edges[-1]
     config.bucket_edges = [longest]
     if options.vocabulary is None:

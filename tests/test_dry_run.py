@@ -29,14 +29,18 @@ OWN = {
     "fsdp1_pretrain": {
         "grad_op": {"sharding_strategy": "shard_grad_op", "accumulate": 2},
         "hybrid": {"sharding_strategy": "hybrid_shard"},
+        "hybrid_bf16": {
+            "sharding_strategy": "hybrid_shard", "precision": "bf16", "accumulate": 2,
+        },
     },
     "fsdp2_pretrain": {
         "keep": {"reshard_after_forward": False, "accumulate": 2},
         "every": {"reduce_every_micro_batch": True, "accumulate": 2},
         "hybrid": {"dp_replicate": 2},
+        "hybrid_every": {"dp_replicate": 2, "reduce_every_micro_batch": True, "accumulate": 2},
     },
     "fsdp2_sft": {},
-}
+}  # fmt: skip
 
 
 def flags_of(mode: dict, ranks: int, **more) -> dict:
@@ -51,7 +55,7 @@ def cases(ranks: int, shape: str) -> dict[str, tuple[str, dict]]:
         f"{ranks} {name} {mode}": (name, flags_of(flags, ranks, model=shape))
         for name, own in OWN.items()
         for mode, flags in (MODES | own).items()
-        if mode in ("plain", "hybrid") or ranks == 2 and name != "fsdp2_sft"
+        if mode == "plain" or mode.startswith("hybrid") or ranks == 2 and name != "fsdp2_sft"
     }
 
 
@@ -174,6 +178,11 @@ def no_rank_is_left():
         (
             ["fsdp2_pretrain.py", "--ranks", "8", "--dp_replicate", "3"],
             "error: --dp_replicate 3 does not divide 8 ranks",
+        ),
+        (
+            "fsdp1_pretrain.py --ranks 4 --ranks_per_node 1 "
+            "--sharding_strategy hybrid_shard".split(),
+            "error: --sharding_strategy hybrid_shard shards inside a node",
         ),
         (
             ["ddp_pretrain.py", "--ranks", "3", "--global_batch_tokens", "8192"],

@@ -111,6 +111,22 @@ def test_first_run(tmp_path):
     assert float(measured) == pytest.approx(bigram, abs=0.005)
 
 
+@pytest.mark.drill
+def test_prediction_for_the_real_run():
+    """The dry run takes the real run's flags as they stand, and says what the README says."""
+    [command] = [command for command in launches() if "fineweb-edu" in command]
+    words = shlex.split(command)
+    flags = words[words.index("fsdp2_pretrain.py") + 1 :]
+    program = [sys.executable, ROOT / "bench/dry_run.py", "fsdp2_pretrain.py"]
+    done = subprocess.run(
+        [*program, "--ranks", "4", "--vocabulary", "50257", *flags], text=True, capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
+    peak = re.search(r"\*\*peak\*\* \| \*\*([\d,.]+) MiB", done.stdout)[1]
+    claimed = re.search(r"GPU needs ([\d.]+) GiB", " ".join(README.split()))[1]
+    assert float(peak.replace(",", "")) / 1024 == pytest.approx(float(claimed), abs=0.05)
+
+
 PROGRAMS = [
     path for path in sorted((ROOT / "bench").glob("*.py"))
     if path.stem not in ("arguments", "contestant", "dry_run")  # test_dry_run.py tests the last

@@ -53,6 +53,7 @@ OWN_MODES = {
         "keep_after_forward": {"reshard_after_forward": False},
         "keep_bf16": {"reshard_after_forward": False, "precision": "bf16"},
         "hybrid": {"dp_replicate": 2},
+        "hybrid_every": {"dp_replicate": 2, "reduce_every_micro_batch": True},
         "cpu_offload": {"cpu_offload": True},
     },
 }
