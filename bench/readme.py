@@ -22,7 +22,6 @@ ROOT = Path(__file__).parents[1]
 NAMES = [  # in hunks that only name things: they are left out if no reason has them
     '"""Causal-LM', "What a rank keeps", "What moves in a step", "parameters whole. FSDP",
     "Choose ", "torchrun --standalone", "`diff ", "import ", "run_dir: str",
-    '"separate", "one state',
 ]  # fmt: skip
 FRAMES = {  # of the stack that py-spy shows: the line that each function of fsdp2_pretrain.py is at
     "add_gradients": "(loss * scale).backward()",
@@ -41,7 +40,8 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             "parameters of one block at a time (`param_init_fn`), cuts them into shards and goes "
             "on, so no rank ever holds the whole model. A mesh says which ranks share shards. "
             "Mixed precision moves from autocast into the wrapper: parameters are cast as they "
-            "are gathered, so bf16 also halves what travels.",
+            "are gathered, so bf16 also halves what travels; and the residual stream is bf16 "
+            "too, which autocast keeps in fp32.",
             ["units = set(blocks)", "auto_wrap_policy"],
         ),
         (
@@ -66,6 +66,11 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             "What was one enumeration are independent choices, and parameters can stay in CPU "
             "memory.",
             ["reshard_after_forward: bool"],
+        ),
+        (
+            "Each script writes either style of checkpoint and reads both; by default, FSDP2 the "
+            "other one.",
+            ['"separate", "one state'],
         ),
         (
             "No wrapper and no callback: `fully_shard` is called on a block that the script has "

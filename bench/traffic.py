@@ -41,7 +41,8 @@ def table(whole: int, in_blocks: int, ranks: int) -> str:
         ),
         (
             "`fsdp1_pretrain.py`, `fsdp2_pretrain.py`",
-            "1/N of everything, and one or two whole blocks while they compute",
+            "1/N of everything; whole only while needed, and not in the figure: the root, one or "
+            "two blocks",
             16 * gb / ranks,
             "all-gather of parameters before forward, P(N-1)/N, and again before backward but for "
             "the root; reduce-scatter of gradients, G(N-1)/N",
@@ -49,7 +50,7 @@ def table(whole: int, in_blocks: int, ranks: int) -> str:
         ),
         (
             "`fsdp2_pretrain.py --reshard_after_forward false`",
-            "1/N of everything, and the whole parameters from first forward to last backward",
+            "1/N of everything; the whole parameters from first forward to last backward",
             16 * gb / ranks + 2 * gb,
             "all-gather before forward, P(N-1)/N; reduce-scatter, G(N-1)/N",
             (2 + 4) * gb * share,
