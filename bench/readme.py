@@ -50,9 +50,9 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             ["_fsdp_wrapped_module"],
         ),
         (
-            "Under `no_sync` both add up gradients without communication; under DDP they are "
-            "there anyway, under FSDP1 whole gradients are memory that was saved before. In bf16 "
-            "FSDP1 would also add them up in bf16, so there every micro-batch is reduced.",
+            "Under `no_sync` both add up whole gradients without communication, in memory of their "
+            "own: DDP beside its buckets, FSDP1 beside its shards. In bf16 FSDP1 would also add "
+            "them up in bf16, so there every micro-batch is reduced.",
             ["Gradients of all but the last", "if last else model.no_sync()"],
         ),
         (
@@ -87,7 +87,8 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             "Whether to reduce is a property of the model, not a context around it, and whether to "
             "free parameters after backward another one: they may stay whole for the next "
             "micro-batch (FSDP1's `no_sync` implies that for `shard_grad_op`). Whole gradients are "
-            "kept in fp32 (the reduction's precision), so bf16 needs no exception.",
+            "kept in fp32 (the reduction's precision), so bf16 needs no exception. Replicas "
+            "all-reduce their shards once a step even if every micro-batch is reduced into these.",
             ["Under bf16 they would add up", "set_requires_gradient_sync"],
         ),
         (
