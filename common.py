@@ -245,12 +245,13 @@ def check_config(config: Any) -> None:
     replicas = getattr(config, "dp_replicate", 1)
     if replicas < 1 or ranks % replicas:
         raise InputError(f"--dp_replicate {replicas} does not divide {ranks} ranks")
-    if getattr(config, "sharding_strategy", None) == "hybrid_shard" and ranks > 1:
-        if in_node == 1 or ranks % in_node:  # FSDP1 never reduces between replicas of one rank
-            raise InputError(
-                "--sharding_strategy hybrid_shard shards inside a node, so each must have the same "
-                f"number of ranks, at least 2; here are {in_node} of {ranks}"
-            )
+    hybrid = getattr(config, "sharding_strategy", None) == "hybrid_shard"
+    # Between replicas of one rank FSDP1 would reduce nothing, and say nothing.
+    if hybrid and (in_node == 1 < ranks or ranks % in_node):
+        raise InputError(
+            "--sharding_strategy hybrid_shard needs as many ranks on each node, and at least 2; "
+            f"here are {in_node} of {ranks}: use full_shard, or another --nproc-per-node"
+        )
     if config.activation_checkpointing not in ("none", "full", "selective"):
         try:
             fraction = float(config.activation_checkpointing)
@@ -1923,9 +1924,9 @@ class Checkpoints:
             raise self.cannot_write(temporary, error) from error
 
     def complete_later(self, *arguments: Any) -> None:
-        if self.run.device.type == "cuda":
-            torch.cuda.set_device(self.run.device)  # a new thread has device 0
         try:
+            if self.run.device.type == "cuda":
+                torch.cuda.set_device(self.run.device)  # a new thread has device 0
             self.complete(*arguments)
         except Exception as error:  # raised by `wait`, in the thread that trains
             self.failure = error

@@ -266,7 +266,7 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
         mixed_precision=precision,
         param_init_fn=materialize,
         use_orig_params=True,  # each parameter stays one, with its decay group
-        limit_all_gathers=True,  # at most two blocks are whole at a time (all, if not freed)
+        limit_all_gathers=True,  # two blocks are whole at most; shard_grad_op: all
         device_id=device,
     )
     return model, decayed

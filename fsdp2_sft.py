@@ -5,9 +5,9 @@ and close a turn, embeddings for them, and labels that leave out all but the ass
 What a rank keeps and what moves is as in fsdp2_pretrain.py.
 
 A model learns from every turn of the assistant, from its first token to the token that ends it, so
-that it learns to stop; not from the header that opens it, which is given when it is asked. The loss
-of a step is the sum over those tokens divided by their number, over all ranks and micro-batches:
-conversations have so different numbers of them that any mean of means would be far off.
+that it learns to stop; not from the header that opens it, which is part of the prompt. The loss of
+a step is the sum over those tokens divided by their number, over all ranks and micro-batches:
+conversations differ so much in that number that any mean of means would be far off.
 
 Rows are conversations of similar length (`bucketed`: short ones in many rows, long ones in few), or
 one row of several whole conversations that do not see each other (`packed`).

@@ -1,10 +1,12 @@
 """The scripts themselves under torchrun: same losses whatever the strategy and the world size."""
 
 import hashlib
+import importlib
 import json
 import math
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -216,3 +218,21 @@ def test_a_checkpoint_holds_a_tied_tensor_once(run, shape_directory, script):
     names = FileSystemReader(path).read_metadata().state_dict_metadata
     assert any(name.endswith("embed_tokens.weight") for name in names)
     assert not any("lm_head" in name for name in names)
+
+
+@pytest.mark.parametrize("name", [*SCRIPTS, "fsdp2_sft.py"])
+def test_all_ranks_load_the_trees_in_one_order(name, tmp_path, monkeypatch):
+    """Each load is a collective; the order of a set of strings differs from process to process."""
+    script = importlib.import_module(name.removesuffix(".py"))
+    trees = {f"tree {i}": {} for i in range(8)}  # so many that chance hardly sorts them
+    (tmp_path / "model").mkdir()
+    loaded = []
+    monkeypatch.setattr(
+        script.dcp, "load", lambda tree, checkpoint_id: loaded.append(checkpoint_id)
+    )
+    state = SimpleNamespace(
+        state_dict=lambda: trees | {"progress": {}}, load_state_dict=lambda _: None,
+        optimizer=SimpleNamespace(param_groups=[{}]),
+    )  # fmt: skip
+    script.load_checkpoint(state, script.Config(), tmp_path)
+    assert loaded == [tmp_path / tree for tree in sorted(trees)]

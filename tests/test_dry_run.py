@@ -182,7 +182,7 @@ def no_rank_is_left():
         (
             "fsdp1_pretrain.py --ranks 4 --ranks_per_node 1 "
             "--sharding_strategy hybrid_shard".split(),
-            "error: --sharding_strategy hybrid_shard shards inside a node",
+            "error: --sharding_strategy hybrid_shard needs as many ranks on each node",
         ),
         (
             ["ddp_pretrain.py", "--ranks", "3", "--global_batch_tokens", "8192"],
