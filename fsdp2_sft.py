@@ -1,146 +1,208 @@
 """Supervised fine-tuning on conversations with FSDP2: fsdp2_pretrain.py, with other data.
 
-What a conversation adds: a chat template that makes one text of its turns, single tokens that open
-and close a turn, embeddings for them, and labels that leave out all but the assistant's tokens.
-What a rank keeps and what moves is as in fsdp2_pretrain.py.
+A chat template makes one text of a conversation's turns, with single tokens that open and close a
+turn. A model learns from every answer of the assistant, from its first token to the one that ends
+the turn, so that it learns to stop. The loss is the sum over those tokens divided by their number,
+over all ranks and micro-batches: conversations differ so much that a mean of means would be off.
 
-A model learns from every turn of the assistant, from its first token to the token that ends it, so
-that it learns to stop; not from the header that opens it, which is part of the prompt. The loss of
-a step is the sum over those tokens divided by their number, over all ranks and micro-batches:
-conversations differ so much in that number that any mean of means would be far off.
+What a rank keeps: 1/N of all parameters, gradients and AdamW moments (N ranks); while a block
+computes, that block's parameters whole. FSDP2 cuts each parameter by rows, into N shards.
 
-Rows are conversations of similar length (`bucketed`: short ones in many rows, long ones in few), or
-one row of several whole conversations that do not see each other (`packed`).
+What moves in a step, with P the bytes of the model: before a block's forward and again before its
+backward an all-gather of its parameters, at most 2P(N-1)/N in all; after its backward a
+reduce-scatter of its gradients, P(N-1)/N. That is 1.5 times DDP's (1.0 in bf16, which halves the
+gathers), most of it while a neighbouring block computes. Each of k micro-batches gathers anew.
 
     torchrun --standalone --nproc-per-node=2 fsdp2_sft.py --init_from runs/fsdp2_pretrain
 
 `diff fsdp2_pretrain.py fsdp2_sft.py` is what fine-tuning changes.
 """
 
+import copy
 import gc
 import math
 import os
 import time
-import types
 import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
+from transformers.utils.chat_template_utils import render_jinja_template
 
 import common
-from common import RowLength, flag
+from common import Tokenizer, flag
 
 # --- Config ---------------------------------------------------------------------------------------
 
 
-@dataclass
+@dataclass(config=ConfigDict(allow_inf_nan=False))
 class Config:
     model: str = flag("tiny", "tiny, qwen2-0.5b, or a directory or hub id with a config.json")
-    init_from: str | None = flag(None, "weights: checkpoint, run, Hugging Face directory or hub id")
+    init_from: str | None = flag(None, "weights: a run, or a Hugging Face directory or hub id")
     tokenizer: str = flag("bytes", "bytes, a tiktoken encoding (gpt2), or a directory or hub id")
-    dataset: str = flag(
-        "stdlib-docstrings", "stdlib-docstrings, a hub id, or .parquet .jsonl .json file, URL"
-    )
+    dataset: str = flag("stdlib-docstrings", "this, a hub id, or a .parquet .jsonl file, glob, URL")
     dataset_config: str | None = flag(None, "configuration name of a hub dataset")
     dataset_split: str = flag("train", "split, as in datasets.load_dataset")
-    bucket_edges: list[RowLength] = flag(
-        [256, 512, 1024, 2048], "row lengths in tokens; last: the maximum; or auto, from the data"
-    )
-    batching: Literal["bucketed", "packed"] = flag(
-        "bucketed", "rows of like length, or packed rows"
-    )
-    micro_batch_tokens: int = flag(4096, "token positions of one forward pass, padding included")
-    global_batch_tokens: int = flag(8192, "token positions of one optimizer step, over all ranks")
-    steps: int = flag(100, "optimizer steps of the whole run")
-    learning_rate: float = flag(2e-3, "peak learning rate of AdamW")
-    min_learning_rate: float = flag(2e-4, "learning rate at the end of the cosine")
-    warmup_steps: int = flag(10, "steps of linear warm-up")
-    weight_decay: float = flag(0.1, "decay of matrices; embeddings, norms and biases have none")
-    grad_clip: float = flag(1.0, "largest gradient norm; 0: no clipping")
+    max_length: PositiveInt = flag(2048, "longest row in tokens; longer ones are cut")
+    pad_to_multiple_of: PositiveInt = flag(1, "row lengths are rounded up to a multiple of this")
+    batching: Literal["bucketed", "packed"] = flag("bucketed", "rows of like length, or packed")
+    micro_batch_tokens: PositiveInt = flag(4096, "token positions of a forward pass, padding too")
+    global_batch_tokens: PositiveInt = flag(8192, "token positions of a step, over all ranks")
+    steps: Annotated[int, Field(ge=0, lt=10**8)] = flag(100, "optimizer steps; 0: prepare the data")
+    learning_rate: PositiveFloat = flag(2e-3, "peak learning rate of AdamW")
+    min_learning_rate: NonNegativeFloat = flag(2e-4, "learning rate at the end of the cosine")
+    warmup_steps: NonNegativeInt = flag(10, "steps of linear warm-up")
+    weight_decay: NonNegativeFloat = flag(0.1, "of matrices; embeddings, norms and biases: none")
+    grad_clip: NonNegativeFloat = flag(1.0, "largest gradient norm; 0: no clipping")
     precision: Literal["auto", "fp32", "bf16"] = flag("auto", "of compute; auto: bf16 on CUDA only")
-    activation_checkpointing: str = flag(
-        "none", "none, full, selective or a fraction of the blocks"
+    activation_checkpointing: Annotated[str, Field(pattern=r"^(none|full|selective|0?\.\d+)$")] = (
+        flag("none", "none, full, selective or a fraction of the blocks such as 0.5")
     )
     compile: bool = flag(False, "compile each transformer block on its own")
-    eval_every: int = flag(50, "steps between validations")
-    eval_batches: int = flag(16, "micro-batches of one validation, over all ranks")
-    checkpoint_every: int = flag(50, "steps between checkpoints; the last step writes one too")
-    keep_checkpoints: int = flag(2, "newest checkpoints that stay; the best one stays as well")
-    checkpoint_style: Literal["stateful", "separate"] = flag(
-        "separate", "one state of everything, or model and optimizer apart; any loads"
-    )
+    eval_every: PositiveInt = flag(100, "steps between validations")
+    eval_batches: PositiveInt = flag(32, "micro-batches of one validation, over all ranks")
+    checkpoint_every: PositiveInt = flag(100, "steps between checkpoints; the last writes one too")
+    keep_checkpoints: PositiveInt = flag(2, "newest checkpoints that stay; the best one does too")
+    checkpoint_style: Literal["stateful", "separate"] = flag("separate", "a state, or two trees")
     async_checkpoint: bool = flag(False, "train on while a checkpoint is written")
     resume: str = flag("auto", "auto, never or a checkpoint; load only those you trust (pickle)")
-    timeout_minutes: float = flag(10.0, "minutes without progress that end a stalled run")
+    timeout_minutes: PositiveFloat = flag(10.0, "longest wait for another rank")
     run_dir: str = flag("runs/fsdp2_sft", "directory of everything the run writes")
-    trace_steps: list[int] = flag([], "first and last step to profile, into the run's directory")
+    trace_steps: list[PositiveInt] = flag([], "first and last step to profile: RUN_DIR/trace.json")
     wandb_project: str | None = flag(None, "Weights & Biases project to log to as well")
-    seed: int = flag(0, "seed of the initial weights and of the data order")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = flag(0, "of initial weights and data order")
     reshard_after_forward: bool = flag(True, "free a block after forward; else after last backward")
-    dp_replicate: int = flag(1, "replicas of the sharded model (HSDP)")
+    dp_replicate: PositiveInt = flag(1, "replicas of the sharded model (HSDP)")
     cpu_offload: bool = flag(False, "keep parameters, gradients and moments in CPU memory")
     reduce_every_micro_batch: bool = flag(False, "less memory for gradients, more traffic")
+
+    def __post_init__(self) -> None:
+        """What flags say together; the limits of each one stand beside it."""
+        if self.precision == "auto":
+            self.precision = "bf16" if torch.cuda.is_available() else "fp32"
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError("--min_learning_rate is above --learning_rate")
+        multiple = self.pad_to_multiple_of
+        if math.ceil(self.max_length / multiple) * multiple > self.micro_batch_tokens:
+            raise ValueError("--micro_batch_tokens cannot hold a row of --max_length, padded")
+        if self.trace_steps and not self.trace_steps[0] <= self.trace_steps[-1] <= self.steps:
+            raise ValueError("--trace_steps are a first and a last step of the run")
+        ranks = int(os.environ.get("WORLD_SIZE", 1))
+        if ranks % self.dp_replicate:
+            raise ValueError(f"--dp_replicate {self.dp_replicate} does not divide {ranks} ranks")
+        unit = self.micro_batch_tokens * ranks
+        if self.global_batch_tokens % unit:
+            more = self.global_batch_tokens // unit * unit + unit
+            words = f"--global_batch_tokens {self.global_batch_tokens} is no multiple of {unit}"
+            raise ValueError(f"{words} (--micro_batch_tokens x {ranks} ranks); {more} would be")
 
 
 # --- Process group and device ---------------------------------------------------------------------
 def init_process_group(config: Config) -> torch.device:
     """Join the ranks that torchrun started; returns the device of this one."""
-    # The watchdog of common.Run ends a stalled run earlier, and says which rank is missing.
-    timeout = timedelta(minutes=20 * config.timeout_minutes + 1)
-    join = partial(dist.init_process_group, **common.fresh_store(timeout), timeout=timeout)
+    timeout = timedelta(minutes=config.timeout_minutes)
     if not torch.cuda.is_available():
-        join("gloo")
+        dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     # gloo beside NCCL, for what lies in CPU memory: Python objects, offloaded gradients.
-    join("cpu:gloo,cuda:nccl", device_id=device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     return device
 
 
 # --- Conversations --------------------------------------------------------------------------------
 
-TURN = ("<|im_start|>", "<|im_end|>")
-INSIDE = (  # an answer may think before it gives the solution
-    "<|begin_of_thought|>",
-    "<|end_of_thought|>",
-    "<|begin_of_solution|>",
-    "<|end_of_solution|>",
-)
+TURN = ["<|im_start|>", "<|im_end|>"]
+INSIDE = ["<|begin_of_thought|>", "<|end_of_thought|>"]  # what an assistant may write in an answer
+INSIDE += ["<|begin_of_solution|>", "<|end_of_solution|>"]
 # What stands between `generation` and `endgeneration` is learned: the answer and the turn's end.
 TEMPLATE = """\
-{%- for message in messages -%}
-{{- '<|im_start|>' + message.role + '\\n' -}}
-{%- if message.role == 'assistant' -%}
-{%- generation -%}{{- message.content + '<|im_end|>' -}}{%- endgeneration -%}
-{%- else -%}
-{{- message.content + '<|im_end|>' -}}
-{%- endif -%}
-{{- '\\n' -}}
-{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
-"""
+{%- for message in messages -%}{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.role != 'assistant' -%}{{- message.content + '<|im_end|>' -}}{%- else -%}
+{%- generation -%}{{- message.content + '<|im_end|>' -}}{%- endgeneration -%}{%- endif -%}
+{{- '\\n' -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
+
+
+def chat_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer with a chat template, an end of turn as its eos token, and a pad token.
+
+    A template of its own that marks the assistant's tokens is taken, with nothing added. Else it
+    gets TEMPLATE, and single tokens for what stands there between the texts.
+    """
+    tokenizer = copy.deepcopy(common.load_tokenizer(name))
+    tokenizer.split_special_tokens = False  # the template's are to be parsed
+    if "endgeneration" not in str(tokenizer.chat_template):
+        begins = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
+        tokenizer.chat_template = "{{- bos_token -}}" * begins + TEMPLATE
+        tokenizer.add_special_tokens({"additional_special_tokens": TURN + INSIDE})
+    sample = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    with common.refusing(f"--tokenizer {name}: its chat template fails"):
+        ids, learned = encode(tokenizer, sample, answers=1)
+    if any(message["content"] not in tokenizer.decode(ids) for message in sample):
+        common.refuse(f"--tokenizer {name}: its chat template leaves the text of messages out")
+    # The end of a turn is the last added token that is learned; blank ones only stand around it.
+    added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
+    ends = [added[i] for i in ids[learned].tolist() if added.get(i, "").strip()]
+    tokenizer.eos_token = ends[-1] if ends else tokenizer.eos_token
+    if tokenizer.pad_token in (None, tokenizer.eos_token):  # else a model would learn not to stop
+        spare = [
+            token for i, token in added.items() if i not in ids and token != tokenizer.eos_token
+        ]
+        tokenizer.add_special_tokens({"pad_token": [*spare, "<|pad|>"][0]})
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, messages: list[dict[str, str]], answers: int):
+    """Ids of a conversation, and whether each is learned: of the last `answers` answers.
+
+    A token is learned if it overlaps one of the stretches that the template marks. (Transformers'
+    own mask loses the last bytes of a character that is several tokens.)
+    """
+    [text], [stretches] = render_jinja_template(
+        [messages], chat_template=tokenizer.chat_template, return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
+    )  # fmt: skip
+    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    start, stop = np.array(encoding.offsets).reshape(-1, 2).T  # in characters
+    learned = np.zeros(len(encoding.ids), bool)
+    for begin, end in stretches[-answers:]:
+        learned |= (start < end) & (stop > begin)
+    return np.array(encoding.ids, np.uint32), learned
+
+
+def chat_rows(row: dict[str, Any], tokenizer: Tokenizer, max_length: int) -> Iterator[tuple]:
+    """A conversation as a row (tokens, learned, bytes, note), cut to max_length."""
+    markers = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+
+    def forged(message: dict[str, str]) -> bool:
+        written = INSIDE if message["role"] == "assistant" else ()
+        return any(m in "".join(message.values()) for m in markers.difference(written))
+
+    ids, learned = encode(tokenizer, *common.read_conversation(row, forged))
+    if not learned[1 : max_length + 1].any():
+        raise ValueError(f"have no answer in the first {max_length:,} tokens")
+    note = f"cut to {max_length:,} tokens" if len(ids) > max_length + 1 else ""
+    yield ids[: max_length + 1], learned[: max_length + 1], 0.0, note
 
 
 # --- Model ----------------------------------------------------------------------------------------
@@ -150,30 +212,20 @@ SHAPES = {  # hidden size, feed-forward size, blocks, attention heads, rotary ba
     "qwen2-0.5b": (896, 4864, 24, 14, 1e6, 0.02),
 }
 CHUNK_LOGITS = 2**26  # that the loss computes at a time: 256 MiB in fp32
-KEPT = [  # by selective activation checkpointing; the cheap rest of a block is computed again
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    *common.VARIABLE_LENGTH_OPS,
-    # Collectives inside a block, as tensor parallelism has; those of this script are around it.
-    torch.ops._c10d_functional.all_gather_into_tensor.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-]
+# By selective activation checkpointing; the cheap rest of a block is computed again.
+KINDS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+KEPT = [getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default for kind in KINDS]
+KEPT += [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+KEPT += [torch.ops.torch_attn._varlen_attn.default]  # attention within documents, on CUDA
+# Collectives inside a block, as tensor parallelism has; those of this script are around it.
+INSIDE_BLOCKS = torch.ops._c10d_functional
+KEPT += [INSIDE_BLOCKS.all_gather_into_tensor.default, INSIDE_BLOCKS.reduce_scatter_tensor.default]
 
 
-def architecture(config: Config, vocabulary: int, known: int) -> PreTrainedConfig:
-    """The model's shape: built here, or read from the config.json that --model names.
-
-    The vocabulary grows from `known` ids by the tokens of the chat template.
-    """
+def architecture(config: Config, vocabulary: int) -> PreTrainedConfig:
+    """The model's shape: built here, or read from the config.json that --model names."""
     if config.model not in SHAPES:
-        shape = common.read_architecture(config, known)
-        if vocabulary > shape.vocab_size:
-            shape.vocab_size = math.ceil(vocabulary / 64) * 64
-        return shape
+        return common.read_architecture(config.model, vocabulary, config.max_length)
     hidden, feed_forward, blocks, heads, rotary_base, initial_std = SHAPES[config.model]
     return Qwen2Config(
         vocab_size=math.ceil(vocabulary / 64) * 64,  # a multiple of 64 keeps matmuls fast
@@ -188,10 +240,7 @@ def architecture(config: Config, vocabulary: int, known: int) -> PreTrainedConfi
     )
 
 
-def summed_loss(
-    self: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, learned: torch.Tensor,
-    **kwargs: Any,
-):  # fmt: skip
+def summed_loss(self: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: Any):
     """The model's forward: cross entropy summed over all labels but those of -100, in fp32.
 
     The logits of a whole micro-batch, [tokens, vocabulary], would be its largest tensor by far.
@@ -200,13 +249,13 @@ def summed_loss(
     In bf16 the chunks' gradients of the head add up in bf16, within a micro-batch.
     """
     hidden = self.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
-    # Only positions that have a label go through the head: `learned`, int64 [labels].
+    learned = labels.flatten() != -100  # only these positions go through the head
     hidden, labels = hidden.flatten(0, 1)[learned], labels.flatten()[learned]
     head = self.get_output_embeddings()
 
     def chunk_loss(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = F.linear(hidden, head.weight, head.bias).float()  # [chunk, vocabulary]
-        return F.cross_entropy(logits, labels, reduction="sum")
+        logits = nn.functional.linear(hidden, head.weight, head.bias).float()  # [chunk, vocabulary]
+        return nn.functional.cross_entropy(logits, labels, reduction="sum")
 
     tokens = max(1, CHUNK_LOGITS // head.weight.shape[0])
     chunks = [*zip(hidden.split(tokens), labels.split(tokens))]
@@ -230,7 +279,7 @@ def initialize(modules: Iterable[nn.Module], names: dict, model: nn.Module, devi
             torch.manual_seed(zlib.crc32(names[module].encode()))
             model._init_weights(module)  # rebuilds rotary buffers too: to_empty left garbage
         if any(tensor.isnan().any() for tensor in own):
-            raise common.InputError(f"--model: transformers leaves {names[module]} uninitialized")
+            raise ValueError(f"transformers leaves {names[module]} uninitialized")
 
 
 def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
@@ -245,26 +294,23 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
             shape, dtype=torch.float32, attn_implementation="documents"
         )
     names = {module: f"{config.seed} {name}" for name, module in model.named_modules()}
-    blocks = next(
-        module
-        for module in model.modules()
-        if isinstance(module, nn.ModuleList) and type(module[0]).__name__ in model._no_split_modules
-    )
-    model.forward = types.MethodType(summed_loss, model)
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    blocks = next(each for each in lists if type(each[0]).__name__ in model._no_split_modules)
+    model.forward = partial(summed_loss, model)
 
     mode = config.activation_checkpointing
-    fraction = {"none": 0.0, "full": 1.0, "selective": 1.0}.get(mode)
-    fraction = float(mode) if fraction is None else fraction
-    options = {}
-    # A graph for each length of rows, in training and in validation; 8 is the default.
-    torch._dynamo.config.recompile_limit = 8 + 2 * len(config.bucket_edges)
-    if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
+    fraction = float({"none": 0, "full": 1, "selective": 1}.get(mode, mode))
+    kept = partial(create_selective_checkpoint_contexts, KEPT)
+    options = {"context_fn": kept} if mode == "selective" else {}
+    # A graph for each row length, in training and in validation. Padded to no multiple, lengths are
+    # too many: then the compiler is to find one graph for all.
+    static = config.pad_to_multiple_of > 1 or config.batching == "packed"
+    torch._dynamo.config.recompile_limit = 8 + 2 * config.max_length // config.pad_to_multiple_of
     for i, block in enumerate(blocks):
         if int((i + 1) * fraction) > int(i * fraction):  # a fraction, spread over the depth
             blocks[i] = checkpoint_wrapper(block, **options)
         if config.compile:
-            blocks[i].compile(dynamic=False)
+            blocks[i].compile(dynamic=False if static else None)
 
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     decayed = {n for n, p in model.named_parameters() if p.ndim > 1 and p not in embeddings}
@@ -314,52 +360,45 @@ def learning_rate_at(step: int, config: Config) -> float:
 
 
 # --- Checkpoints ----------------------------------------------------------------------------------
+
+CUDA = torch.cuda.is_available()
+STAGER = DefaultStager(StagingOptions(CUDA, False, False, CUDA))  # copies to (pinned) CPU memory
+
+
 class State(Stateful):
-    """Model, optimizer and progress as one object that DCP can ask and fill.
+    """Model and optimizer as one object that DCP can ask and fill.
 
     Tensors go by the model's own parameter names and whole shapes, whatever the strategy: so any
     script at any world size can load what another one saved.
     """
 
-    def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: common.Progress
-    ):
-        self.model, self.optimizer, self.progress = model, optimizer, progress
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        self.model, self.optimizer = model, optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        model = common.without_tied(self.model, get_model_state_dict(self.model))
-        state = {"model": model, "progress": asdict(self.progress)}
         # optimizer.state_dict() would be empty before the first step, with nothing for a load to
-        # fill; this makes moments then, by a step with a learning rate of 0. AdamW counts that
-        # one too, so what never stepped is not saved.
-        if self.progress.updates:
-            state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
-        return state
+        # fill; this makes moments then, by a step with a learning rate of 0.
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_model_state_dict(self.model, common.with_tied(self.model, state["model"]))
-        if "optimizer" in state:
-            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
-        vars(self.progress).update(state["progress"])
+        trees = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(self.model, self.optimizer, **trees)
 
 
-def save_checkpoint(state: State, config: Config, stager: Any, directory: Path) -> Callable:
-    """Returns what writes this moment's state, each rank its part: to call now or in a thread.
+def save_checkpoint(state: State, config: Config, group: dist.ProcessGroup) -> Callable:
+    """Returns what writes this moment's state, each rank its part; a thread may call it.
 
     `stateful` is one tree of everything; `separate` is a tree for the model, one for the optimizer.
     """
     trees = state.state_dict()  # DCP would ask `state` itself, but only once it writes
     if config.checkpoint_style == "stateful":
         trees = {".": {"app": trees}}
-    else:
-        del trees["progress"]
     if config.async_checkpoint:  # a copy in CPU memory, as training goes on
-        trees = stager.stage(trees)
+        trees = STAGER.stage(trees)
 
-    def write() -> None:
-        # One after the other: dcp.async_save would write both at once, on a core that trains.
+    def write(directory: Path) -> None:
         for name, tree in trees.items():
-            group = common.patient_group("checkpoint")
             dcp.save(tree, checkpoint_id=directory / name, process_group=group)
 
     return write
@@ -369,8 +408,8 @@ def load_checkpoint(state: State, config: Config, directory: Path) -> None:
     """Each rank reads what it keeps, into the tensors of the state that it has now."""
     if (directory / "model").is_dir():
         trees = state.state_dict()
-        for name in sorted(trees.keys() - {"progress"}):  # in one order on all ranks
-            dcp.load(trees[name], checkpoint_id=directory / name)
+        for name, tree in trees.items():
+            dcp.load(tree, checkpoint_id=directory / name)
         state.load_state_dict(trees)
     else:
         dcp.load({"app": state}, checkpoint_id=directory)
@@ -400,7 +439,7 @@ def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: common.GlobalBatch, config: Config,
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, config: Config,
     device: torch.device, learning_rate: float,
 ) -> tuple[float, float]:  # fmt: skip
     """One optimizer step; returns the mean loss over the global batch and the gradient norm."""
@@ -416,11 +455,9 @@ def train_step(
         group["lr"] = learning_rate
     grad_norm = clip_gradients(model, config.grad_clip or math.inf).item()
     dist.all_reduce(summed)
-    loss = summed.item() / batch.labels
-    if math.isfinite(loss) and math.isfinite(grad_norm):  # the same numbers on all ranks
-        optimizer.step()
+    optimizer.step()
     optimizer.zero_grad()
-    return loss, grad_norm
+    return summed.item() / batch.labels, grad_norm
 
 
 # --- Validation -----------------------------------------------------------------------------------
@@ -429,10 +466,11 @@ def evaluate(model: nn.Module, batches: common.Batches, config: Config, device: 
     """Mean loss per label, in nats, over the same micro-batches whatever the world size."""
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, labels
-    for micro_batch in batches.evaluation(config.eval_batches):
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for micro_batch in batches.evaluation(config.eval_batches, rank, ranks):
         micro_batch = common.to_device(micro_batch, device)
         total[0] += model(**micro_batch)
-        total[1] += (micro_batch["labels"] != common.IGNORED).sum()
+        total[1] += (micro_batch["labels"] >= 0).sum()
     model.train()
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
@@ -441,60 +479,77 @@ def evaluate(model: nn.Module, batches: common.Batches, config: Config, device: 
 # --- Main -----------------------------------------------------------------------------------------
 def main() -> None:
     config = common.parse_config(Config)
-    device = init_process_group(config)
-    run = common.Run(config, device)
-
-    # Labels are -100, which the loss ignores, but for the tokens of the template's `generation`.
-    tokenizer, training, validation = common.load_conversations(
-        config, device, TEMPLATE, TURN, INSIDE
+    # What may take long comes before the ranks meet: the first one of a node does it, the others
+    # find it in the cache.
+    tokenizer, known = (
+        chat_tokenizer(config.tokenizer),
+        len(common.load_tokenizer(config.tokenizer)),
     )
-    run.say(common.describe_conversations(config, tokenizer, training, validation))
+    rows = common.load_rows(
+        config.dataset, config.dataset_config, config.dataset_split, common.CONVERSATIONS,
+        chat_rows, tokenizer, config.max_length,
+    )  # fmt: skip
+    batches_of = partial(
+        common.Batches, rows, config.batching, config.max_length, config.micro_batch_tokens,
+        config.pad_to_multiple_of, tokenizer.pad_token_id, config.seed,
+    )  # fmt: skip
+    training, validation = map(batches_of, rows.split())
+    shape, weights = architecture(config, known), config.init_from
+    if len(tokenizer) > shape.vocab_size:
+        shape.vocab_size = math.ceil(len(tokenizer) / 64) * 64
+    if weights and len(tokenizer) > known:  # embeddings of the template's tokens
+        weights = common.grow_vocabulary(weights, known, shape.vocab_size)
+    if config.steps == 0:
+        return print("the data is prepared")
 
-    shape = architecture(config, tokenizer.vocab_size, tokenizer.known)
-    checkpoints = common.Checkpoints(run, shape, tokenizer, training)
+    device = init_process_group(config)
+    rank, ranks = dist.get_rank(), dist.get_world_size()  # this rank's share of the data, of all
+    run = common.Run(config.run_dir, vars(config), shape, device, rank, ranks)
+    checkpoints = common.Checkpoints(run, shape, tokenizer, rows, config.keep_checkpoints)
+    for note in filter(None, rows.notes):
+        run.say(f"{rows.notes[note]:,} conversations are {note}")
+    resumed, progress = checkpoints.find(config.resume)
     model, decayed = build_model(config, shape, device)
     optimizer = build_optimizer(model, decayed, config)
-    progress = run.progress
-    state = State(model, optimizer, progress)
-    if checkpoints.resumed:
-        load_checkpoint(state, config, checkpoints.resumed)
-    elif config.init_from:
-        common.load_weights(model, config.init_from, tokenizer.known, tokenizer.vocab_size)
-    else:
-        run.say("no --init_from: starting from random weights")
-    save = partial(save_checkpoint, state, config, checkpoints.stager)
-    run.start(shape, optimizer)
-    if config.steps == 0:  # a prepared start, to resume from in place of --init_from
-        checkpoints.write(save)
-    batches = training.stream(progress.step, config.steps)  # the step is the position in the data
-    for step in range(progress.step + 1, config.steps + 1):
+    state = State(model, optimizer)
+    if resumed:
+        load_checkpoint(state, config, resumed)
+    elif weights:
+        common.load_weights(model, weights)
+    save = partial(save_checkpoint, state, config, checkpoints.group)
+
+    run.begin(resumed, progress["step"])
+    number = config.global_batch_tokens // config.micro_batch_tokens
+    # The step is the position in the data.
+    batches = training.stream(progress["step"], config.steps, number, rank, ranks)
+    for step in range(progress["step"] + 1, config.steps + 1):
         started = time.perf_counter()
         batch = next(batches)
         waited = time.perf_counter() - started
-        torch.manual_seed(config.seed + step * dist.get_world_size() + dist.get_rank())  # dropout
+        torch.manual_seed(config.seed + step * ranks + rank)  # of dropout
         learning_rate = learning_rate_at(step, config)
-        with run.trace(step):
-            loss, grad_norm = train_step(model, optimizer, batch, config, device, learning_rate)
-        seconds = time.perf_counter() - started
-        run.log_step(step, batch, loss, grad_norm, learning_rate, seconds, waited)
+        loss, grad_norm = train_step(model, optimizer, batch, config, device, learning_rate)
+        progress = {"step": step, "tokens": progress["tokens"] + batch.labels}
+        run.log_step(
+            batch, **progress, loss=loss, grad_norm=grad_norm, learning_rate=learning_rate,
+            data_seconds=waited, step_seconds=time.perf_counter() - started,
+        )  # fmt: skip
+        stopping = run.should_stop()  # a signal came to any rank
         if step % config.eval_every == 0 or step == config.steps:
-            run.log_validation(step, evaluate(model, validation, config, device), validation)
-        if step % config.checkpoint_every == 0 or step == config.steps:
-            checkpoints.write(save)
-        if run.should_stop(checkpoints):  # a signal came to any rank
-            checkpoints.write(save)  # does nothing if this step has just been written
+            progress["validation_loss"] = evaluate(model, validation, config, device)
+            run.log_validation(step, progress["validation_loss"], validation, config.eval_batches)
+        if step % config.checkpoint_every == 0 or step == config.steps or stopping:
+            checkpoints.write(save, progress, config.async_checkpoint)
+        if stopping:
             break
     checkpoints.wait()
-    run.close()
 
-    if not run.stopping:
-        common.export(run.directory / "hf", shape, get_model_state_dict(model), tokenizer)
     # Leaving with the model alive can abort in the communication threads: drop it, then the group.
-    del model, optimizer, batches, state, save
+    del model, optimizer, state, save
     gc.collect()
-    dist.barrier(common.patient_group())
+    dist.barrier()
     dist.destroy_process_group()
-    run.finish(validation.prompt(), f"chat as in README.md, with {run.directory}/hf")
+    run.finish(progress["step"], checkpoints.last, validation.prompt(), "fsdp2_sft.py")
 
 
 if __name__ == "__main__":
