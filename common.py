@@ -64,6 +64,8 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
 Tokenizer = transformers.PreTrainedTokenizerFast
+Shape = transformers.PreTrainedConfig  # the architecture of a model
+transformers.logging.disable_progress_bar()  # of loading and saving weights
 IGNORED = -100  # label of a position without loss: cross entropy's own default
 
 
@@ -72,8 +74,6 @@ IGNORED = -100  # label of a position without loss: cross entropy's own default
 
 def flag(default: Any, help: str) -> Any:
     """A field of a script's `Config`: a command-line flag with its default and help text."""
-    if isinstance(default, list):
-        return field(default_factory=default.copy, metadata={"help": help})
     return field(default=default, metadata={"help": help})
 
 
@@ -141,11 +141,9 @@ def launch(main: Callable[[], None]) -> None:
         # A lost connection is what the others see of a rank that failed: that one speaks first.
         if "onnection" in str(error):
             time.sleep(5)
-        print(f"rank {os.environ['RANK']} failed:", file=sys.stderr)
         traceback.print_exc()
         code = 1
     say("", end="")  # flushed, even if nobody reads any more
-    sys.stderr.flush()
     os._exit(code)
 
 
@@ -176,8 +174,7 @@ def say(text: str, end: str = "\n") -> None:
 
 def fingerprint(*values: Any) -> str:
     """128 bits of what the values are as JSON: the key of a cache, or whether they changed."""
-    content = json.dumps(values, sort_keys=True, default=str)
-    return xxhash.xxh3_128_hexdigest(content.encode())
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True, default=str).encode())
 
 
 @functools.cache
@@ -215,8 +212,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     """The tokenizer of `--tokenizer`: bytes, a tiktoken encoding, or a directory or hub id."""
     if name == "bytes" or name in tiktoken.list_encoding_names():
         return to_transformers(tiktoken_encoding(name))
-    names = ", ".join(tiktoken.list_encoding_names())
-    with refusing(f"tokenizer {name} is neither bytes, of tiktoken ({names}), nor of Hugging Face"):
+    with refusing(f"tokenizer {name} is neither bytes nor known to tiktoken or Hugging Face"):
         tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     if not tokenizer.is_fast or tokenizer.eos_token_id is None:
         refuse(f"--tokenizer {name} lacks an end-of-text (eos) token or a fast implementation")
@@ -312,11 +308,11 @@ BEYOND_TEXT = """tool_calls function_call tools functions images image audio aud
 CONVERSATIONS = ["messages", "conversations", "prompt", "completion", "system", *BEYOND_TEXT]
 
 
-def read_conversation(row: dict[str, Any], forged: Callable) -> tuple[list[dict[str, str]], int]:
+def read_conversation(row: dict[str, Any]) -> tuple[list[dict[str, str]], int]:
     """Messages (role, content) of a row in any of the known forms, and how many answers to learn.
 
     Of `messages` or `conversations` every answer is learned, of `prompt` and `completion` those in
-    the completion. `forged` tells whether a message spells out what only a template may write.
+    the completion.
 
     Raises:
         ValueError: why the row is left out.
@@ -327,26 +323,24 @@ def read_conversation(row: dict[str, Any], forged: Callable) -> tuple[list[dict[
     parts = {"system": row.get("system"), "user": row.get("prompt"), "assistant": answered}
     messages, part = [], []
     for role, value in parts.items():
-        value = [{"role": role, "content": value}] if isinstance(value, str) else value or []
-        part = [read_message(message) for message in value]
+        value = [{"role": role, "content": value}] if isinstance(value, str) else value
+        part = [read_message(m) for m in value] if isinstance(value, list) else []
         messages += part
     answers = sum(message["role"] == "assistant" for message in part)
     if not answers:
         raise ValueError("hold no answer")
-    if any(map(forged, messages)):
-        raise ValueError("spell out a special token")
     return messages, answers
 
 
 def read_message(message: dict[str, Any]) -> dict[str, str]:
     """Role and content of a message; ValueError if it is no message, or more than text."""
-    try:
-        role, content = message.get("role") or message.get("from"), message.get("content")
-        content = message.get("value") if content is None else content
-        if isinstance(content, list) and all(part["type"] == "text" for part in content):
-            content = "".join(part["text"] for part in content)
-    except (AttributeError, KeyError, TypeError):
-        raise ValueError("hold no messages") from None
+    if not isinstance(message, dict):
+        raise ValueError("hold no messages")
+    role, content = message.get("role") or message.get("from"), message.get("content")
+    content = message.get("value") if content is None else content
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        if all(part.get("type") == "text" for part in content):
+            content = "".join(str(part.get("text")) for part in content)
     if any(message.get(name) for name in BEYOND_TEXT) or message.get("weight") == 0:
         raise ValueError("hold tools, thoughts or media beside the text")
     if not isinstance(role, str) or not isinstance(content, str):
@@ -443,25 +437,17 @@ def load_rows(
 
 def make_rows(batch: dict, function: Callable, tokenizer: Tokenizer, max_length: int) -> dict:
     """The rows of a batch of documents, lists for COLUMNS; a document may be left out, with why."""
-    columns: dict[str, list] = {name: [] for name in COLUMNS}
+    rows: list[tuple] = []
     for values in zip(*batch.values()):
+        digest = int(fingerprint(*values)[:16], 16) >> 1  # 63 bits
         try:
-            rows = [*function(dict(zip(batch, values)), tokenizer, max_length)]
+            made = [*function(dict(zip(batch, values)), tokenizer, max_length)]
         except (ValueError, jinja2.TemplateError) as problem:
-            rows = [
-                (np.zeros(0, np.uint32), np.zeros(0, bool), 0.0, f"left out, as they {problem}")
-            ]
-        for tokens, learned, size, note in rows:
-            row = {"tokens": tokens, "learned": learned, "labels": int(learned[1:].sum())}
-            row |= {"digest": digest(*values), "bytes": size, "note": note}
-            for name, value in row.items():
-                columns[name].append(value)
-    return columns
-
-
-def digest(*values: Any) -> int:
-    """63 bits that stand for a document."""
-    return int(fingerprint(*values)[:16], 16) >> 1
+            nothing = np.zeros(0, np.uint32), np.zeros(0, bool)
+            made = [(*nothing, 0.0, f"left out, as they {problem}")]
+        for tokens, learned, size, note in made:
+            rows.append((int(learned[1:].sum()), digest, size, note, tokens, learned))
+    return dict(zip(COLUMNS, map(list, zip(*rows))))
 
 
 def text_rows(document: dict[str, str], tokenizer: Tokenizer, max_length: int) -> Iterator[tuple]:
@@ -618,8 +604,7 @@ class Batches:
             if self.packed:
                 column += len(tokens) - 1
                 boundaries.append(column)
-        tensors = {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
-        lengths = {}
+        arguments = {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
         if self.packed:
             # The padding makes documents of its own, and empty ones fill up the boundaries: the
             # same number for every row, so that compiled blocks see one shape.
@@ -628,10 +613,10 @@ class Batches:
             boundaries += [width] * (number - len(boundaries))
             starts = np.repeat(boundaries[:-1], np.diff(boundaries))
             limits = torch.tensor(boundaries, dtype=torch.int32)
-            tensors["position_ids"] = torch.from_numpy(np.arange(width) - starts)[None]
-            tensors |= {"cu_seq_lens_q": limits, "cu_seq_lens_k": limits}
-            lengths = {"max_length_q": self.max_length, "max_length_k": self.max_length}
-        return tensors | lengths
+            arguments["position_ids"] = torch.from_numpy(np.arange(width) - starts)[None]
+            arguments |= {"cu_seq_lens_q": limits, "cu_seq_lens_k": limits}
+            arguments |= {"max_length_q": self.max_length, "max_length_k": self.max_length}
+        return arguments
 
     def global_batch(self, step: int, number: int, share: int, shares: int) -> GlobalBatch:
         """Step `step`, from 0, of `number` micro-batches; every shares-th is this rank's."""
@@ -741,7 +726,7 @@ UNKNOWN_SETTINGS = """final_logit_softcapping attn_logit_softcapping logit_scale
     output_router_logits""".split()  # the loss of these scripts has none of them
 
 
-def read_architecture(name: str, vocabulary: int, max_length: int) -> transformers.PreTrainedConfig:
+def read_architecture(name: str, vocabulary: int, max_length: int) -> Shape:
     """The config.json that `--model` names (code from the hub is never run).
 
     Refuses a model that would not train on this data as it is meant to.
@@ -764,12 +749,6 @@ def read_architecture(name: str, vocabulary: int, max_length: int) -> transforme
     return shape
 
 
-def tied_names(model: torch.nn.Module) -> dict[str, str]:
-    """Parameters that are another one's: output head -> embedding, if the model ties them."""
-    model = getattr(model, "module", model)
-    return dict(model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
-
-
 def fetch_weights(name: str) -> str:
     """The directory of `--init_from`: itself, the hf/ of a run, or what a hub id has downloaded."""
     directory = Path(name, "hf") if Path(name, "hf").is_dir() else Path(name)
@@ -787,7 +766,8 @@ def load_weights(model: torch.nn.Module, directory: str) -> None:
 
     Every rank reads just the slices that it keeps, cast on the way: none holds a second copy.
     """
-    state, tied = get_model_state_dict(model), tied_names(model)
+    state, inner = get_model_state_dict(model), getattr(model, "module", model)
+    tied = inner._tied_weights_keys if inner.config.tie_word_embeddings else {}  # head: embedding
     wanted = {name: tensor for name, tensor in state.items() if name not in tied}
     reader = HuggingFaceStorageReader(directory)
     more = sorted(reader.read_metadata().state_dict_metadata.keys() - state.keys())
@@ -798,8 +778,8 @@ def load_weights(model: torch.nn.Module, directory: str) -> None:
     set_model_state_dict(model, wanted | {head: wanted[own] for head, own in tied.items()})
 
 
-def grow_vocabulary(directory: str, known: int, rows: int) -> str:
-    """The same model with embeddings of `rows` rows, of which those from `known` on are new.
+def grow_vocabulary(directory: str, known: int, vocabulary: int) -> str:
+    """The same model with new embeddings for the ids from `known` to `vocabulary`.
 
     One rank of a node makes it, in Hugging Face form beside the cached data; all read it then. New
     rows are drawn from a normal distribution with the mean and covariance of the known ones: a new
@@ -807,15 +787,16 @@ def grow_vocabulary(directory: str, known: int, rows: int) -> str:
     softmax (Hewitt 2021, Initializing New Word Embeddings for Pretrained Language Models;
     transformers scales the covariance by 1e-9, which leaves all new rows alike).
     """
-    files = [
-        [str(f.resolve()), f.stat().st_mtime_ns] for f in Path(directory).glob("*.safetensors")
-    ]
-    grown = Path(datasets.config.HF_DATASETS_CACHE) / f"grown-{fingerprint(files, known, rows)}"
+    if vocabulary == known:
+        return directory
+    stamps = [file.stat().st_mtime_ns for file in sorted(Path(directory).glob("*.safetensors"))]
+    key = fingerprint(str(Path(directory).resolve()), stamps, known, vocabulary)
+    grown = Path(datasets.config.HF_DATASETS_CACHE) / f"grown-{key}"
     with prepare_in_turn():
         if grown.exists():
             return str(grown)
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        model = load(directory, dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        rows = max(model.config.vocab_size, math.ceil(vocabulary / 64) * 64)
         model.resize_token_embeddings(rows, mean_resizing=False)
         for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
             weight = embeddings.weight.data  # [rows, width]; one and the same where they are tied
@@ -833,18 +814,16 @@ def export(checkpoint: Path, directory: Path) -> None:
 
     The directory is complete, or not there at all.
     """
-    transformers.logging.disable_progress_bar()
     with torch.device("meta"):
         shape = transformers.AutoConfig.from_pretrained(checkpoint / "hf")
         model = transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
     model.to_empty(device="cpu").tie_weights()
     state = model.state_dict()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
-        if (checkpoint / "model").is_dir():
-            dcp.load(state, checkpoint_id=checkpoint / "model", no_dist=True)
-        else:
-            dcp.load({"app": {"model": state}}, checkpoint_id=checkpoint, no_dist=True)
+    warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
+    if (checkpoint / "model").is_dir():
+        dcp.load(state, checkpoint_id=checkpoint / "model", no_dist=True)
+    else:
+        dcp.load({"app": {"model": state}}, checkpoint_id=checkpoint, no_dist=True)
     temporary = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(checkpoint / "hf", temporary)
@@ -864,16 +843,20 @@ STEP = re.compile(r"step_\d{8}")
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """A checkpoint's checkpoint.json; ValueError says why there is none."""
+    """A checkpoint's checkpoint.json; ValueError says what is wrong with it."""
     try:
         description = json.loads((path / "checkpoint.json").read_text())
         sound = description.pop("sum_of_this_file") == fingerprint(description)
-        name = f"step_{description['progress']['step']:08d}"
-    except (OSError, ValueError, KeyError, AttributeError):
-        sound, name = False, ""
-    if not sound or (STEP.fullmatch(path.name) and path.name != name):
+        sound &= path.name == step_name(description) or not STEP.fullmatch(path.name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        sound = False
+    if not sound:
         raise ValueError("checkpoint.json is missing, damaged or of another step")
     return description
+
+
+def step_name(description: dict[str, Any]) -> str:
+    return f"step_{description['progress']['step']:08d}"
 
 
 def sum_of(file: Path) -> str:
@@ -896,13 +879,6 @@ def damage(path: Path, rank: int = 0, ranks: int = 1) -> str | None:
     return next((problem for problem in problems if problem), None)
 
 
-def sync(path: Path) -> None:
-    """Have a file or a directory survive the loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
 class Checkpoints:
     """The checkpoints of a run directory, which holds one line of training and nothing else.
 
@@ -910,12 +886,11 @@ class Checkpoints:
     thread that writes: its collectives must not mix with those of training.
     """
 
-    def __init__(
-        self, run: "Run", shape: transformers.PreTrainedConfig,
-        tokenizer: Tokenizer, rows: Rows, keep: int,
-    ):  # fmt: skip
+    def __init__(self, run: "Run", shape: Shape, tokenizer: Tokenizer, rows: Rows, keep: int):
         self.run, self.rank, self.ranks, self.keep = run, run.rank, run.ranks, keep
         self.directory, self.shape, self.tokenizer = run.directory / "checkpoints", shape, tokenizer
+        shape.eos_token_id = tokenizer.eos_token_id  # where generation stops
+        shape.bos_token_id = shape.pad_token_id = None  # transformers freezes a pad's embedding
         model = {k: v for k, v in shape.to_dict().items() if k != "_name_or_path"}
         spelling = tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template
         self.contents = fingerprint(model, spelling, xxhash.xxh3_128_hexdigest(rows.digest))
@@ -937,32 +912,26 @@ class Checkpoints:
         self.last = self.choose(resume)
         if self.last is None:
             return None, {"step": 0, "tokens": 0}
-        progress = self.same(self.last)["progress"]
         self.run.say(f"going on from {self.last}")
-        return self.last, progress
+        return self.last, self.same(self.last)["progress"]
 
     def choose(self, resume: str) -> Path | None:
+        """The newest undamaged one of the run, the one that `resume` names, or none."""
         own, elsewhere = self.all(), "take another --run_dir"
         if own and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
             resume = "auto"  # a restart by torchrun goes on, whatever the run began from
         if resume == "never" and own:
             refuse(f"--resume never: --run_dir {self.run.directory} holds checkpoints; {elsewhere}")
-        if resume not in ("auto", "never"):
-            chosen = Path(resume)
-            if not (chosen / "checkpoint.json").exists():
-                refuse(f"--resume {resume}: neither auto, never nor a checkpoint")
-            if problem := damage(chosen, self.rank, self.ranks):
-                refuse(f"--resume {resume}: the checkpoint is damaged, {problem}")
-            if own and int(own[0].name[5:]) > read_description(chosen)["progress"]["step"]:
-                refuse(f"--resume {resume}: {own[0]} is later; {elsewhere}")
-            return chosen
-        for path in own:
+        candidates = {"auto": own, "never": []}.get(resume, [Path(resume)])
+        for path in candidates:
             problem = damage(path, self.rank, self.ranks)
             if problem is None:
+                if resume != "auto" and own and own[0].name > step_name(read_description(path)):
+                    refuse(f"--resume {resume}: {own[0]} is later; {elsewhere}")
                 return path
-            self.run.say(f"{path} is damaged ({problem}): trying the one before")
-        if own:
-            refuse(f"--run_dir {self.run.directory}: all its checkpoints are damaged; {elsewhere}")
+            self.run.say(f"{path} is damaged or no checkpoint: {problem}")
+        if candidates:
+            refuse(f"--resume {resume}: no undamaged checkpoint to go on from; {elsewhere}")
         return None
 
     def same(self, path: Path) -> dict[str, Any]:
@@ -976,10 +945,8 @@ class Checkpoints:
         ]
         if changed or other:
             difference = ", ".join(changed) or "another content of the same paths"
-            refuse(
-                f"checkpoint {path} was written with {difference}; resume with what it was written "
-                "with, or take the weights alone: --init_from, with another --run_dir"
-            )
+            way = "resume with that, or take the weights alone: --init_from and another --run_dir"
+            refuse(f"checkpoint {path} was written with {difference}; {way}")
         return description
 
     def write(self, save: Callable, progress: dict[str, Any], background: bool) -> None:
@@ -1010,8 +977,8 @@ class Checkpoints:
     def complete(self, temporary: Path, progress: dict[str, Any]) -> None:
         """Give a checkpoint that all ranks have written its name; then remove old ones.
 
-        A collective. Each rank sums the files that DCP had it write; rank 0 syncs the directories
-        (DCP synced its files) and renames, so that a checkpoint is complete or absent.
+        A collective. Each rank sums the files that DCP had it write; once all of it is on
+        the disk, rank 0 renames: a checkpoint is complete or absent, even if the power goes.
         """
         mine, parts = {}, [None] * self.ranks
         for file in (file for file in temporary.rglob("*") if file.is_file()):
@@ -1026,11 +993,10 @@ class Checkpoints:
         description |= self.run.facts | {"sums": sums}
         description["sum_of_this_file"] = fingerprint(description)
         (temporary / "checkpoint.json").write_text(json.dumps(description, indent=2) + "\n")
-        for path in [*temporary.rglob("*"), temporary]:
-            sync(path)
+        os.sync()  # directories too: DCP has synced its files alone
         shutil.rmtree(self.last, ignore_errors=True)  # a damaged one, passed over at the start
         temporary.rename(self.last)
-        sync(self.directory)
+        os.sync()
         self.remove_old()
 
     def remove_old(self) -> None:
@@ -1059,7 +1025,7 @@ PEAK_FLOPS = {
 class ModelSize:
     """Parameters of a model, and those that take part in matrix products of blocks and head."""
 
-    def __init__(self, shape: transformers.PreTrainedConfig):
+    def __init__(self, shape: Shape):
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(shape)
         self.parameters = model.num_parameters()
@@ -1067,8 +1033,8 @@ class ModelSize:
         look_up = 0 if shape.tie_word_embeddings else model.get_input_embeddings().weight.numel()
         self.in_head = model.get_output_embeddings().weight.numel()
         self.in_blocks = self.parameters - look_up - self.in_head
-        head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-        self.attention_width = shape.num_hidden_layers * shape.num_attention_heads * head
+        width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+        self.attention_width = shape.num_hidden_layers * shape.num_attention_heads * width
 
     def flops(self, batch: GlobalBatch) -> int:
         """Of forward and backward of a step.
@@ -1096,16 +1062,14 @@ class Run:
     what is recorded of the run beside its numbers.
     """
 
-    def __init__(
-        self, run_dir: str, flags: dict[str, Any], shape: transformers.PreTrainedConfig,
-        device: torch.device, rank: int, ranks: int,
-    ):  # fmt: skip
-        self.directory, self.device, self.rank, self.ranks = Path(run_dir), device, rank, ranks
+    def __init__(self, flags: dict, shape: Shape, device: torch.device, rank: int, ranks: int):
+        self.directory, run_dir = Path(flags["run_dir"]), flags["run_dir"]
+        self.device, self.rank, self.ranks = device, rank, ranks
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self.peak_flops = next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
         self.timeout = datetime.timedelta(minutes=flags["timeout_minutes"])
-        self.size, self.wandb, self.profiler = ModelSize(shape), None, None
-        self.stop_requested = False
+        self.wandb, self.profiler, self.stop_requested = None, None, False
+        self.size = ModelSize(shape)
         self.facts = {"flags": flags, "parameters": self.size.parameters, "world_size": ranks}
         self.facts |= {"script": Path(sys.argv[0]).name, "device": name, "torch": torch.__version__}
         file = self.directory / "metrics.jsonl"
@@ -1135,15 +1099,11 @@ class Run:
             for leftover in self.directory.glob(pattern):
                 shutil.rmtree(leftover)
         own = resumed and resumed.resolve().parents[1] == self.directory.resolve()
-        self.keep_metrics(step if own else 0)
-        first, last = flags["trace_steps"] or (0, 0)
-        if first > step:
-            steps = {"wait": first - 1 - step, "warmup": 0, "active": last - first + 1}
-            self.profiler = torch.profiler.profile(
-                schedule=torch.profiler.schedule(**steps, repeat=1),
-                on_trace_ready=lambda p: p.export_chrome_trace(str(self.directory / "trace.json")),
-            )
-            self.profiler.start()
+        self.metrics.seek(0)  # keep the lines up to `step`; the last one may be half written
+        whole = [line for line in self.metrics.readlines() if line.endswith("\n")]
+        kept = [line for line in whole if own and json.loads(line)["step"] <= step]
+        self.metrics.truncate(len("".join(kept)))
+        self.trace(step)
         (self.directory / "config.json").write_text(json.dumps(self.facts, indent=2) + "\n")
         if flags["wandb_project"]:
             import wandb
@@ -1155,16 +1115,15 @@ class Run:
             # Not wandb's own step, which must grow: a resumed run repeats some.
             self.wandb.define_metric("*", step_metric="step")
 
-    def keep_metrics(self, step: int) -> None:
-        """Cut metrics.jsonl to the lines up to `step`; the last one may be half written."""
-        self.metrics.seek(0)
-        kept = 0
-        with contextlib.suppress(ValueError):
-            for line in self.metrics.read().splitlines(keepends=True):
-                if json.loads(line)["step"] > step or not line.endswith("\n"):
-                    break
-                kept += len(line)
-        self.metrics.truncate(kept)
+    def trace(self, step: int) -> None:
+        """`step` is done: profile on rank 0 from the first of --trace_steps to the last."""
+        first, last = self.facts["flags"]["trace_steps"] or (0, 0)
+        if self.rank == 0 and step + 1 == first:
+            self.profiler = torch.profiler.profile()
+            self.profiler.start()
+        if self.profiler is not None and step == last:
+            self.profiler.stop()
+            self.profiler.export_chrome_trace(str(self.directory / "trace.json"))
 
     def should_stop(self) -> bool:
         """Whether any rank was asked to stop; a collective, so that all stop after one step."""
@@ -1193,8 +1152,7 @@ class Run:
         line["tokens_per_second"] = batch.labels / seconds
         line["mfu"] = peak and self.size.flops(batch) / seconds / peak
         self.log(line | {"peak_memory_gib": peak_memory(self.device) / 2**30})
-        if self.profiler is not None:
-            self.profiler.step()
+        self.trace(step)
         now, steps = time.perf_counter(), self.facts["flags"]["steps"]
         if step in (self.first_step + 1, steps) or now - self.spoken > 10:
             left = (now - self.started) / (step - self.first_step) * (steps - step)
@@ -1245,10 +1203,9 @@ def command_line() -> None:
     if len(sys.argv) != 4 or sys.argv[1] != "export":
         refuse("usage: python common.py export CHECKPOINT OUT")
     checkpoint, out = Path(sys.argv[2]), Path(sys.argv[3])
-    if out.exists():
-        refuse(f"{out} exists already")
-    if problem := damage(checkpoint):
-        refuse(f"{checkpoint}: {problem}")
+    problem = f"{out} exists already" if out.exists() else damage(checkpoint)
+    if problem:
+        refuse(f"export of {checkpoint}: {problem}")
     export(checkpoint, out)
 
 

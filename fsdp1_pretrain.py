@@ -82,7 +82,7 @@ class Config:
     resume: str = flag("auto", "auto, never or a checkpoint; load only those you trust (pickle)")
     timeout_minutes: PositiveFloat = flag(10.0, "longest wait for another rank")
     run_dir: str = flag("runs/fsdp1_pretrain", "directory of everything the run writes")
-    trace_steps: list[PositiveInt] = flag([], "first and last step to profile: RUN_DIR/trace.json")
+    trace_steps: list[PositiveInt] | None = flag(None, "first and last step to profile")
     wandb_project: str | None = flag(None, "Weights & Biases project to log to as well")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = flag(0, "of initial weights and data order")
     sharding_strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard"] = flag(
@@ -99,7 +99,8 @@ class Config:
         multiple = self.pad_to_multiple_of
         if math.ceil(self.max_length / multiple) * multiple > self.micro_batch_tokens:
             raise ValueError("--micro_batch_tokens cannot hold a row of --max_length, padded")
-        if self.trace_steps and not self.trace_steps[0] <= self.trace_steps[-1] <= self.steps:
+        first, *_, last = self.trace_steps or (1, 1)
+        if not first <= last <= max(1, self.steps):
             raise ValueError("--trace_steps are a first and a last step of the run")
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         alone = os.environ.get("LOCAL_WORLD_SIZE") == "1" and ranks > 1
@@ -426,7 +427,7 @@ def main() -> None:
 
     device = init_process_group(config)
     rank, ranks = dist.get_rank(), dist.get_world_size()  # this rank's share of the data, of all
-    run = common.Run(config.run_dir, vars(config), shape, device, rank, ranks)
+    run = common.Run(vars(config), shape, device, rank, ranks)
     checkpoints = common.Checkpoints(run, shape, tokenizer, rows, config.keep_checkpoints)
     resumed, progress = checkpoints.find(config.resume)
     model, decayed = build_model(config, shape, device)

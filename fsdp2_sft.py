@@ -48,7 +48,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import common
-from common import Tokenizer, flag
+from common import flag
 
 # --- Config ---------------------------------------------------------------------------------------
 
@@ -86,7 +86,7 @@ class Config:
     resume: str = flag("auto", "auto, never or a checkpoint; load only those you trust (pickle)")
     timeout_minutes: PositiveFloat = flag(10.0, "longest wait for another rank")
     run_dir: str = flag("runs/fsdp2_sft", "directory of everything the run writes")
-    trace_steps: list[PositiveInt] = flag([], "first and last step to profile: RUN_DIR/trace.json")
+    trace_steps: list[PositiveInt] | None = flag(None, "first and last step to profile")
     wandb_project: str | None = flag(None, "Weights & Biases project to log to as well")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = flag(0, "of initial weights and data order")
     reshard_after_forward: bool = flag(True, "free a block after forward; else after last backward")
@@ -103,7 +103,8 @@ class Config:
         multiple = self.pad_to_multiple_of
         if math.ceil(self.max_length / multiple) * multiple > self.micro_batch_tokens:
             raise ValueError("--micro_batch_tokens cannot hold a row of --max_length, padded")
-        if self.trace_steps and not self.trace_steps[0] <= self.trace_steps[-1] <= self.steps:
+        first, *_, last = self.trace_steps or (1, 1)
+        if not first <= last <= max(1, self.steps):
             raise ValueError("--trace_steps are a first and a last step of the run")
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         if ranks % self.dp_replicate:
@@ -143,13 +144,14 @@ TEMPLATE = """\
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
 
 
-def chat_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer with a chat template, an end of turn as its eos token, and a pad token.
+def chat_tokenizer(name: str) -> tuple[Any, int]:
+    """The tokenizer with a chat template, the end of a turn as eos token, and a pad token.
 
-    A template of its own that marks the assistant's tokens is taken, with nothing added. Else it
-    gets TEMPLATE, and single tokens for what stands there between the texts.
+    A template of its own that marks the assistant's tokens is taken as it is. Else it gets TEMPLATE
+    and single tokens for what stands there between the texts. Also returns its length before.
     """
     tokenizer = copy.deepcopy(common.load_tokenizer(name))
+    known, endings = len(tokenizer), {tokenizer.eos_token}
     tokenizer.split_special_tokens = False  # the template's are to be parsed
     if "endgeneration" not in str(tokenizer.chat_template):
         begins = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
@@ -158,21 +160,21 @@ def chat_tokenizer(name: str) -> Tokenizer:
     sample = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     with common.refusing(f"--tokenizer {name}: its chat template fails"):
         ids, learned = encode(tokenizer, sample, answers=1)
-    if any(message["content"] not in tokenizer.decode(ids) for message in sample):
-        common.refuse(f"--tokenizer {name}: its chat template leaves the text of messages out")
+        if any(message["content"] not in tokenizer.decode(ids) for message in sample):
+            raise ValueError("it leaves the text of messages out")
     # The end of a turn is the last added token that is learned; blank ones only stand around it.
-    added = {i: str(token) for i, token in tokenizer.added_tokens_decoder.items()}
-    ends = [added[i] for i in ids[learned].tolist() if added.get(i, "").strip()]
-    tokenizer.eos_token = ends[-1] if ends else tokenizer.eos_token
-    if tokenizer.pad_token in (None, tokenizer.eos_token):  # else a model would learn not to stop
-        spare = [
-            token for i, token in added.items() if i not in ids and token != tokenizer.eos_token
-        ]
+    added = tokenizer.added_tokens_decoder
+    ends = [i for i in ids[learned].tolist() if i in added and str(added[i]).strip()]
+    tokenizer.eos_token = str(added[ends[-1]]) if ends else tokenizer.eos_token
+    endings |= {tokenizer.eos_token, None}
+    if tokenizer.pad_token in endings:  # a model would learn not to stop: take a token without use
+        special = [str(token) for i, token in added.items() if token.special and i not in ids]
+        spare = [token for token in special if token not in endings.union(TURN, INSIDE)]
         tokenizer.add_special_tokens({"pad_token": [*spare, "<|pad|>"][0]})
-    return tokenizer
+    return tokenizer, known
 
 
-def encode(tokenizer: Tokenizer, messages: list[dict[str, str]], answers: int):
+def encode(tokenizer: Any, messages: list[dict[str, str]], answers: int):
     """Ids of a conversation, and whether each is learned: of the last `answers` answers.
 
     A token is learned if it overlaps one of the stretches that the template marks. (Transformers'
@@ -190,15 +192,15 @@ def encode(tokenizer: Tokenizer, messages: list[dict[str, str]], answers: int):
     return np.array(encoding.ids, np.uint32), learned
 
 
-def chat_rows(row: dict[str, Any], tokenizer: Tokenizer, max_length: int) -> Iterator[tuple]:
+def chat_rows(row: dict[str, Any], tokenizer: Any, max_length: int) -> Iterator[tuple]:
     """A conversation as a row (tokens, learned, bytes, note), cut to max_length."""
     markers = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-
-    def forged(message: dict[str, str]) -> bool:
-        written = INSIDE if message["role"] == "assistant" else ()
-        return any(m in "".join(message.values()) for m in markers.difference(written))
-
-    ids, learned = encode(tokenizer, *common.read_conversation(row, forged))
+    messages, answers = common.read_conversation(row)
+    for message in messages:
+        forged = markers.difference(INSIDE if message["role"] == "assistant" else [])
+        if any(marker in message["role"] + message["content"] for marker in forged):
+            raise ValueError("spell out a special token")
+    ids, learned = encode(tokenizer, messages, answers)
     if not learned[1 : max_length + 1].any():
         raise ValueError(f"have no answer in the first {max_length:,} tokens")
     note = f"cut to {max_length:,} tokens" if len(ids) > max_length + 1 else ""
@@ -481,30 +483,26 @@ def main() -> None:
     config = common.parse_config(Config)
     # What may take long comes before the ranks meet: the first one of a node does it, the others
     # find it in the cache.
-    tokenizer, known = (
-        chat_tokenizer(config.tokenizer),
-        len(common.load_tokenizer(config.tokenizer)),
-    )
+    tokenizer, known = chat_tokenizer(config.tokenizer)
+    if config.init_from:  # embeddings for what the template adds
+        config.init_from = common.grow_vocabulary(config.init_from, known, len(tokenizer))
+        config.model = config.init_from
     rows = common.load_rows(
         config.dataset, config.dataset_config, config.dataset_split, common.CONVERSATIONS,
         chat_rows, tokenizer, config.max_length,
     )  # fmt: skip
     batches_of = partial(
         common.Batches, rows, config.batching, config.max_length, config.micro_batch_tokens,
-        config.pad_to_multiple_of, tokenizer.pad_token_id, config.seed,
+        config.pad_to_multiple_of, tokenizer.eos_token_id, config.seed,
     )  # fmt: skip
     training, validation = map(batches_of, rows.split())
-    shape, weights = architecture(config, known), config.init_from
-    if len(tokenizer) > shape.vocab_size:
-        shape.vocab_size = math.ceil(len(tokenizer) / 64) * 64
-    if weights and len(tokenizer) > known:  # embeddings of the template's tokens
-        weights = common.grow_vocabulary(weights, known, shape.vocab_size)
+    shape = architecture(config, len(tokenizer))
     if config.steps == 0:
         return print("the data is prepared")
 
     device = init_process_group(config)
     rank, ranks = dist.get_rank(), dist.get_world_size()  # this rank's share of the data, of all
-    run = common.Run(config.run_dir, vars(config), shape, device, rank, ranks)
+    run = common.Run(vars(config), shape, device, rank, ranks)
     checkpoints = common.Checkpoints(run, shape, tokenizer, rows, config.keep_checkpoints)
     for note in filter(None, rows.notes):
         run.say(f"{rows.notes[note]:,} conversations are {note}")
@@ -514,8 +512,8 @@ def main() -> None:
     state = State(model, optimizer)
     if resumed:
         load_checkpoint(state, config, resumed)
-    elif weights:
-        common.load_weights(model, weights)
+    elif config.init_from:
+        common.load_weights(model, config.init_from)
     save = partial(save_checkpoint, state, config, checkpoints.group)
 
     run.begin(resumed, progress["step"])

@@ -1,7 +1,7 @@
 """What a script would keep and move on N GPUs, from this CPU: nothing is allocated or sent.
 
     python bench/dry_run.py SCRIPT --ranks N [--ranks_per_node 8] [--vocabulary V]
-        [--memory_gib 24] [--link_gbps 400 --tflops 400] [--plot FILE.png] [flags of SCRIPT]
+        [--memory_gib 24] [--link_gbps 400 --tflops 400] [flags of SCRIPT]
 
 Builds the script's own model, strategy and optimizer, and runs its own train step, as rank 0 of N
 under torch's fake process group with fake tensors, which have shapes but no numbers. Prints the
@@ -30,6 +30,8 @@ from typing import Any
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # not needed, and not to be asked about
 warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # FSDP1 does
 
+import collectives  # noqa: E402
+import shared  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
@@ -42,11 +44,9 @@ from torch.utils.flop_counter import (  # noqa: E402
 )
 from torch.utils.weak import WeakIdKeyDictionary  # noqa: E402
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
 
-SCRIPTS = ["ddp_pretrain", "fsdp1_pretrain", "fsdp2_pretrain", "fsdp2_sft"]
+SCRIPTS = [*(f"{name}_pretrain" for name in shared.STRATEGIES), "fsdp2_sft"]
 CPU = torch.device("cpu")
 ATTENTION = {  # on this CPU, which the registry lacks: how to count, and of how many tensors
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3),
@@ -77,7 +77,7 @@ class Piece:
     bytes: int
 
 
-class Watch(common.CollectiveLog):
+class Watch(collectives.Ledger):
     """Also how much memory is held, and for what.
 
     Works on real and on fake tensors, under every strategy. (torch's own MemTracker knows FSDP2
@@ -111,6 +111,9 @@ class Watch(common.CollectiveLog):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             return 1.0 if args[0].is_floating_point() else 1  # fake tensors hold no numbers
+        if func is torch.ops.aten.index.Tensor and isinstance(args[1][0], FakeTensor):
+            if args[1][0].dtype == torch.bool:  # which are true is not known: all of them
+                args = (args[0], [torch.arange(args[0].shape[0])])
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is NotImplemented:
             return result
@@ -267,11 +270,12 @@ class Report:
     ranks: int
     numbers: int  # parameters of the model
     micro_batches: int
+    elsewhere: tuple[str, ...]  # kinds of memory that are offloaded
     parameters: int
     gradients: int
     optimizer: int
     peak: dict[str, int]
-    calls: list[common.Collective]
+    calls: list[collectives.Collective]
     flops: int
     root: list[torch.Size]  # shapes of the parameters outside of the transformer blocks
 
@@ -279,15 +283,22 @@ class Report:
     def sent(self) -> float:
         return sum(call.sent for call in self.calls)
 
+    @property
+    def on_device(self) -> int:
+        """The peak, without what is offloaded."""
+        return sum(size for kind, size in self.peak.items() if kind not in self.elsewhere)
+
 
 def observe(script: Any, config: Any, model: Any, decayed: Any, batch: Any, watch: Watch) -> tuple:
-    """One optimizer step of the script under `watch`; bytes of parameters, gradients, moments."""
+    """One optimizer step of the script under `watch`, its second; bytes of what the rank keeps.
+
+    Returns:
+        Those of parameters, gradients and moments. The first step makes the moments, and DDP's
+        gradients views of its buckets, which they stay.
+    """
     optimizer = script.build_optimizer(model, decayed, config)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for parameter in parameters:  # moments exist from the first step on
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
+    script.train_step(model, optimizer, batch, config, CPU, 0.0)
     moments = [value for state in optimizer.state.values() for value in state.values()]
     for storage in list(watch.pieces):  # what else is there are DDP's buckets, and a few KiB
         watch.add(storage, "gradients")
@@ -308,24 +319,23 @@ def batch_of(script: Any, config: Any) -> common.GlobalBatch:
     All tokens of a conversation are learned, which is the most that can be. Attention in a packed
     row needs as much memory as in one document: no kernel keeps its square.
     """
-    micro, edge = config.micro_batch_tokens, config.bucket_edges[-1]
-    size = (1, micro) if config.batching == "packed" else (micro // edge, edge)
-    shapes = {"input_ids": size, "labels": size}
-    if hasattr(script, "TEMPLATE"):
-        shapes["learned"] = (size[0] * size[1],)
+    micro, multiple = config.micro_batch_tokens, config.pad_to_multiple_of
+    width = math.ceil(config.max_length / multiple) * multiple
+    size = (1, micro) if config.batching == "packed" else (micro // width, width)
     micro_batches = [
-        {name: torch.zeros(shape, dtype=torch.int64) for name, shape in shapes.items()}
+        {name: torch.zeros(size, dtype=torch.int64) for name in ("input_ids", "labels")}
         for _ in range(config.global_batch_tokens // micro // int(os.environ["WORLD_SIZE"]))
     ]
-    return common.GlobalBatch(micro_batches, labels=1, tokens=1, attended=1, fractions={})
+    return common.GlobalBatch(micro_batches, labels=1, tokens=1, attended=1, padding_fraction=0.0)
 
 
 def shape_of(script: Any, config: Any, vocabulary: int) -> Any:
     """The script's architecture; fine-tuning adds the tokens of its template and a pad token."""
-    if not hasattr(script, "TEMPLATE"):
-        return script.architecture(config, vocabulary)
-    added = len(script.TURN + script.INSIDE) + 1
-    return script.architecture(config, vocabulary + added, vocabulary)
+    shape = script.architecture(config, vocabulary)
+    if hasattr(script, "TEMPLATE"):
+        needed = vocabulary + len(script.TURN + script.INSIDE) + 1
+        shape.vocab_size = max(shape.vocab_size, math.ceil(needed / 64) * 64)
+    return shape
 
 
 def dry_run(
@@ -347,8 +357,8 @@ def dry_run(
     blocks = set(stack.parameters())
     root = [p.shape for p in whole.parameters() if p not in blocks]
     return Report(
-        ranks, whole.num_parameters(), len(batch.micro_batches), *kept, watch.peak, watch.calls,
-        watch.flops, root,
+        ranks, whole.num_parameters(), len(batch.micro_batches), watch.in_cpu_memory, *kept,
+        watch.peak, watch.calls, watch.flops, root,
     )  # fmt: skip
 
 
@@ -467,10 +477,10 @@ def describe(report: Report, script: Any, config: Any, options: argparse.Namespa
     ]
     for kind, size in sorted(report.peak.items(), key=lambda item: -item[1]):
         label = kind if kind != "backward" else "backward: whole gradients, buffers, temporaries"
-        label += " (in CPU memory)" if kind in in_cpu_memory(config) else ""
+        label += " (in CPU memory)" if kind in report.elsewhere else ""
         lines.append(f"| {label} | {size / MIB:,.2f} MiB |")
-    lines.append(f"| **peak** | **{on_device(report, config) / MIB:,.2f} MiB** |\n")
-    lines.append(common.collectives_table(report.calls))
+    lines.append(f"| **peak** | **{report.on_device / MIB:,.2f} MiB** |\n")
+    lines.append(collectives.table(report.calls))
     lines.append(f"\n{explain(report, script, config)}")
     if options.link_gbps and options.tflops:
         lines.append(estimate(report, options))
@@ -483,12 +493,6 @@ def in_cpu_memory(config: Any) -> tuple[str, ...]:
     """Kinds of memory that are offloaded."""
     offloads = getattr(config, "cpu_offload", False)
     return ("parameters", "gradients", "optimizer state") if offloads else ()
-
-
-def on_device(report: Report, config: Any) -> int:
-    """The peak, without what is in CPU memory when offloaded."""
-    elsewhere = in_cpu_memory(config)
-    return sum(size for kind, size in report.peak.items() if kind not in elsewhere)
 
 
 def estimate(report: Report, options: argparse.Namespace) -> str:
@@ -507,9 +511,9 @@ def estimate(report: Report, options: argparse.Namespace) -> str:
 def advice(report: Report, script: Any, config: Any, options: argparse.Namespace) -> str:
     """Whether it fits, and what to turn on, each with its measured effect, until it does."""
     room = 0.9 * options.memory_gib * GIB  # the allocator and NCCL need some
-    verdict = "fits" if on_device(report, config) <= room else "does not fit"
+    verdict = "fits" if report.on_device <= room else "does not fit"
     lines = [f"\n{verdict} {options.memory_gib:g} GiB if a tenth stays free"]
-    while on_device(report, config) > room:
+    while report.on_device > room:
         step = next_step(script, config)
         if step is None:
             lines.append("nothing is left to turn on: more ranks, or a smaller model")
@@ -517,7 +521,7 @@ def advice(report: Report, script: Any, config: Any, options: argparse.Namespace
         script, config, change = step
         report = dry_run(script, config, options.ranks_per_node, options.vocabulary)
         lines.append(
-            f"+ {change}: {on_device(report, config) / GIB:,.2f} GiB, {report.flops / 1e12:,.2f} "
+            f"+ {change}: {report.on_device / GIB:,.2f} GiB, {report.flops / 1e12:,.2f} "
             f"TFLOPs and {report.sent / 1e9:,.2f} GB sent a step"
         )
     return "\n".join(lines)
@@ -537,7 +541,7 @@ def next_step(script: Any, config: Any) -> tuple[Any, Any, str] | None:
         config.activation_checkpointing = "full"
         return script, config, "--activation_checkpointing full"
     half, odd = divmod(config.micro_batch_tokens, 2)
-    if half >= config.bucket_edges[-1] and not odd:
+    if half >= config.max_length and not odd:
         config.micro_batch_tokens = half  # the global batch stays: twice the micro-batches
         return script, config, f"--micro_batch_tokens {half}"
     if hasattr(config, "reduce_every_micro_batch") and not config.reduce_every_micro_batch:
@@ -549,91 +553,40 @@ def next_step(script: Any, config: Any) -> tuple[Any, Any, str] | None:
     return None
 
 
-def plot(config: Any, options: argparse.Namespace) -> None:
-    """Memory and bytes sent over the number of ranks, of the three strategies."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), dpi=150)
-    counts = [1, 2, 4, 8, 16, 64, 256, 1024]
-    colours = {"ddp_pretrain": "#e76f51", "fsdp1_pretrain": "#f2a65a", "fsdp2_pretrain": "#1d3557"}
-    for number, (name, colour) in enumerate(colours.items()):
-        script = importlib.import_module(name)
-        memory, sent = [], []
-        for ranks in counts:
-            be_rank_0(ranks, options.ranks_per_node)
-            same = {f.name for f in dataclasses.fields(script.Config)}
-            flags = {key: value for key, value in vars(config).items() if key in same}
-            own = script.Config(
-                **flags | {"global_batch_tokens": ranks * config.micro_batch_tokens}
-            )
-            report = dry_run(script, own, options.ranks_per_node, options.vocabulary)
-            memory.append(on_device(report, own) / GIB)
-            sent.append(report.sent / 1e9)
-        style = {"color": colour, "marker": "o", "markersize": 9 - 3 * number, "label": name}
-        axes[0].plot(counts, memory, **style)
-        axes[1].plot(counts, sent, **style)
-    for axis, title in zip(axes, ("peak memory of a rank, GiB", "sent by a rank in a step, GB")):
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(counts, map(str, counts))
-        axis.set_xlabel("ranks")
-        axis.set_ylim(bottom=0)
-        axis.set_title(title, fontsize=9)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False, fontsize=8)
-    figure.tight_layout()
-    figure.savefig(options.plot)
+def read_options() -> tuple[argparse.Namespace, list[str]]:
+    """The options of this program, and the words that are the script's flags."""
+    parser = shared.parser(__doc__)
+    parser.add_argument("script", choices=[f"{name}.py" for name in SCRIPTS])
+    parser.add_argument("--ranks", type=shared.positive, required=True, help="GPUs of the run")
+    parser.add_argument(
+        "--ranks_per_node", type=shared.positive, default=8, help="for FSDP1's hybrid_shard"
+    )
+    parser.add_argument("--vocabulary", type=int, help="ids, in place of loading --tokenizer")
+    parser.add_argument("--memory_gib", type=float, help="of a GPU: does it fit?")
+    parser.add_argument("--link_gbps", type=float, help="Gbit/s of a rank's link")
+    parser.add_argument("--tflops", type=float, help="TFLOP/s that the kernels reach")
+    for name, kind in {"precision": str, "micro_batch_tokens": int, "global_batch_tokens": int}.items():
+        parser.add_argument(f"--{name}", type=kind, help="the script's")
+    return parser.parse_known_args()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("script", help="one of the four")
-    parser.add_argument("--ranks", type=int, required=True, help="GPUs of the run")
-    parser.add_argument("--ranks_per_node", type=int, default=8, help="for FSDP1's hybrid_shard")
-    parser.add_argument("--vocabulary", type=int, help="ids, in place of loading --tokenizer")
-    parser.add_argument("--memory_gib", "--memory-gib", type=float, help="of a GPU: does it fit?")
-    parser.add_argument("--link_gbps", "--link-gbps", type=float, help="Gbit/s of a rank's link")
-    parser.add_argument("--tflops", type=float, help="TFLOP/s that the kernels reach")
-    for name, kind in (
-        ("precision", str),
-        ("micro_batch_tokens", int),
-        ("global_batch_tokens", int),
-    ):
-        parser.add_argument(
-            f"--{name}", f"--{name.replace('_', '-')}", type=kind, help="the script's"
-        )
-    parser.add_argument("--plot", help="draw memory and traffic of three strategies over the ranks")
-    options, words = parser.parse_known_args()
-    name = Path(options.script).stem
-    if name not in SCRIPTS:
-        raise common.InputError(f"{options.script} is none of {', '.join(SCRIPTS)}")
-    if options.ranks < 1:
-        raise common.InputError(f"--ranks {options.ranks} must be at least 1")
-    script = importlib.import_module(name)
+    options, words = read_options()
     be_rank_0(options.ranks, options.ranks_per_node)
-    micro = options.micro_batch_tokens or script.Config().micro_batch_tokens
+    script = importlib.import_module(Path(options.script).stem)
+    defaults = {field.name: field.default for field in dataclasses.fields(script.Config)}
+    micro = options.micro_batch_tokens or defaults["micro_batch_tokens"]
     precision = "bf16" if options.precision in (None, "auto") else options.precision
     words += ["--precision", precision, "--micro_batch_tokens", str(micro)]
     words += ["--global_batch_tokens", str(options.global_batch_tokens or options.ranks * micro)]
-    words += ["--compile", "False"]  # what no compiler here could do would be refused
+    words += ["--compile", "False"]
     sys.argv = [options.script, *words]
     config = common.parse_config(script.Config)
-    longest = micro if config.bucket_edges[-1] is common.AUTO else config.bucket_edges[-1]
-    config.bucket_edges = [longest]
     if options.vocabulary is None:
-        options.vocabulary = common.load_tokenizer(config.tokenizer).vocab_size
+        options.vocabulary = len(common.load_tokenizer(config.tokenizer))
     report = dry_run(script, config, options.ranks_per_node, options.vocabulary)
     print(describe(report, script, config, options))
-    if options.plot:
-        plot(config, options)
 
 
 if __name__ == "__main__":
-    be_rank_0(1, 1)
-    sys.exit(common.exit_code(main))
+    common.launch(main)

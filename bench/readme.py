@@ -1,39 +1,45 @@
-"""Renews the parts of README.md that are made of other files: diffs with reasons, and tables.
+"""Renews the parts of README.md and docs/*.md that are made of other files: diffs, flags, tables.
 
     python bench/readme.py
 
+A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of a page; NAME is
+
+    ddp_pretrain fsdp1_pretrain      what changes from script to script, each hunk with its reason
+    fsdp1_pretrain fsdp2_pretrain
+    fsdp2_pretrain fsdp2_sft
+    flags                            all flags with default and meaning, from the scripts
+    traffic                          what a strategy keeps and moves (bench/strategies.py)
+    choosing                         which script fits where, of docs/choosing.json
+    pretraining, fine-tuning, steps  speed beside bare loops and libraries, of docs/compare.json
+
 A hunk of a diff belongs to the first reason below that has one of its pieces of text; one without
-a reason is an error, and so is a reason without a hunk: the README cannot drift from the scripts.
+a reason is an error, and so is a reason without a hunk: the lesson cannot drift from the scripts.
 """
 
+import dataclasses
 import functools
+import importlib
 import json
 import re
 import subprocess
 from collections.abc import Callable
-from pathlib import Path
 
-import arguments
-import choose
 import compare
-import traffic
+import shared
+import strategies
+from shared import ROOT
 
-ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [  # in hunks that only name things: they are left out if no reason has them
     '"""Causal-LM', "What a rank keeps", "What moves in a step", "parameters whole. FSDP",
-    "Choose ", "torchrun --standalone", "`diff ", "import ", "run_dir: str",
+    "Choose ", "torchrun --standalone", "`diff ", "import ", "run_dir: str", "run.finish(",
 ]  # fmt: skip
-FRAMES = {  # of the stack that py-spy shows: the line that each function of fsdp2_pretrain.py is at
-    "add_gradients": "(loss * scale).backward()",
-    "train_step": "summed += add_gradients(",
-    "main": "loss, grad_norm = train_step(",
-}
 LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
     ("ddp_pretrain", "fsdp1_pretrain"): [
         (
             "How much to shard is a choice now: everything all the time, everything but the "
             "parameters between forward and backward, or only inside a node.",
-            ["sharding_strategy: Literal"],
+            ["sharding_strategy: Literal", "alone = os.environ"],
         ),
         (
             "DDP gives every rank all parameters before it wraps the model. FSDP1 asks for the "
@@ -50,9 +56,9 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             ["_fsdp_wrapped_module"],
         ),
         (
-            "Under `no_sync` both add up whole gradients without communication, in memory of their "
-            "own: DDP beside its buckets, FSDP1 beside its shards. In bf16 FSDP1 would also add "
-            "them up in bf16, so there every micro-batch is reduced.",
+            "Under `no_sync` both add up whole gradients without communication: DDP in its "
+            "buckets, FSDP1 in memory of their own beside its shards. In bf16 FSDP1 would also "
+            "add them up in bf16, so there every micro-batch is reduced.",
             ["Gradients of all but the last", "if last else model.no_sync()"],
         ),
         (
@@ -60,17 +66,23 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             "over the ranks; the plain function would clip by a part of the norm.",
             ["clip_grad_norm_"],
         ),
+        (
+            "DDP's gradients are views of its buckets as long as they are set to zero and not "
+            "dropped: dropped, the next step would add them up beside the buckets. FSDP makes "
+            "its gradients anew, so there dropping them frees memory.",
+            ["zero_grad("],
+        ),
     ],
     ("fsdp1_pretrain", "fsdp2_pretrain"): [
         (
             "What was one enumeration are independent choices, and parameters can stay in CPU "
             "memory.",
-            ["reshard_after_forward: bool"],
+            ["reshard_after_forward: bool", "% self.dp_replicate"],
         ),
         (
             "Each script writes either style of checkpoint and reads both; by default, FSDP2 the "
             "other one.",
-            ['"separate", "one state'],
+            ["checkpoint_style: Literal"],
         ),
         (
             "No wrapper and no callback: `fully_shard` is called on a block that the script has "
@@ -99,32 +111,34 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
     ],
     ("fsdp2_pretrain", "fsdp2_sft"): [
         (
-            "Conversations have their own columns, are longer than functions, and a model that "
-            "has been trained already wants smaller steps and fewer of them.",
-            ["dataset: str", "text_column", "bucket_edges: list", "[256, 512, 1024", "steps: int"],
+            "Conversations have their own columns, are longer than functions and are cut rather "
+            "than split, and a model that has been trained already wants smaller steps and fewer "
+            "of them.",
+            ["dataset: str", "max_length: PositiveInt", "steps: Annotated"],
         ),
         (
             "The text of a conversation: single tokens open and close a turn, and `generation` "
-            "marks what the assistant says, for that alone is learned.",
+            "marks what the assistant says, for that alone is learned. A tokenizer with a template "
+            "that has such marks keeps its own. Whoever spells out a special token could forge a "
+            "turn: such a conversation is left out.",
             ["# --- Conversations"],
-        ),
-        (
-            "The tokens of the template are new ids. A model of an unknown vocabulary gets rows "
-            "for them, and the loader draws them with mean and covariance of the old rows.",
-            ["known: int", "shape = common.read_architecture", "tokenizer.known", "load_weights"],
         ),
         (
             "Only positions with a label go through the head, which is a large part of a small "
             "model with a large vocabulary.",
-            ["learned"],
+            ["learned = labels"],
         ),
         (
             "The data: the same batches, with labels of -100 on all that is not the assistant's. "
             "Nothing in the loop changes, since the loss is a sum over labels divided by their "
             "number in the whole global batch.",
-            ["load_conversations"],
+            ["chat_tokenizer(", "chat_rows, tokenizer", "pad_token_id", "rows.notes"],
         ),
-        ("And at the end there is somebody to talk to.", ["chat as in README"]),
+        (
+            "The tokens of the template are new ids. A model that does not know them gets rows for "
+            "them, drawn with mean and covariance of the old rows.",
+            ["grow_vocabulary", "load_weights"],
+        ),
     ],
 }  # fmt: skip
 
@@ -137,62 +151,83 @@ def hunks(before: str, after: str) -> list[str]:
 
 
 def lesson(pair: tuple[str, str]) -> str:
-    """Reasons and hunks in the order of the files, as Markdown."""
-    reasons = LESSONS[pair]
-    chosen: dict[str, list[str]] = {reason: [] for reason, _ in reasons}
+    """Reasons and hunks in the order of the reasons, as Markdown."""
+    chosen: dict[str, list[str]] = {reason: [] for reason, _ in LESSONS[pair]}
     for hunk in hunks(*pair):
-        fitting = [reason for reason, pieces in reasons if any(piece in hunk for piece in pieces)]
+        fitting = [reason for reason, pieces in LESSONS[pair] if any(p in hunk for p in pieces)]
         if fitting:
             chosen[fitting[0]].append(hunk)
-        elif not any(piece in hunk for piece in NAMES):
+        elif not any(name in hunk for name in NAMES):
             raise SystemExit(f"no reason for this hunk of {' and '.join(pair)}:\n{hunk}")
     lines = []
     for reason, found in chosen.items():
         if not found:
-            raise SystemExit(f"no hunk for: {reason}")
+            raise SystemExit(f"no hunk of {' and '.join(pair)} for: {reason}")
         lines += [f"{reason}\n", "```diff", *"\n \n".join(found).splitlines(), "```\n"]
     return "\n".join(lines).rstrip()
 
 
-def sections() -> dict[str, Callable[[], str]]:
-    """What stands between which markers of the README."""
-    choosing, compared = (
-        json.loads((ROOT / "docs" / name).read_text()) for name in ("choosing.json", "compare.json")
-    )
+def default_of(field: dataclasses.Field, script: str) -> str:
+    """A flag's default as it would be given on the command line."""
+    value = field.default
+    if value is dataclasses.MISSING:  # a list
+        value = " ".join(map(str, field.default_factory())) or None
+    word = str(value).lower() if isinstance(value, bool | None) else str(value)
+    return f"`{word.replace(script, 'SCRIPT')}`"
+
+
+def flags() -> str:
+    """All flags of the four scripts: default (of each script that has another one) and meaning."""
+    lines = ["| flag | default | |", "| --- | --- | --- |"]
+    scripts = ["fsdp2_pretrain", "fsdp1_pretrain", "ddp_pretrain", "fsdp2_sft"]
+    configs = {script: importlib.import_module(script).Config for script in scripts}
+    fields = {script: {f.name: f for f in dataclasses.fields(configs[script])} for script in scripts}
+    for name in dict.fromkeys(name for script in scripts for name in fields[script]):
+        having = [script for script in scripts if name in fields[script]]
+        by_default: dict[str, list[str]] = {}
+        for script in having:
+            by_default.setdefault(default_of(fields[script][name], script), []).append(script)
+        defaults = [*by_default][0] if len(by_default) == 1 else ", ".join(
+            f"{default} ({', '.join(same)})" for default, same in by_default.items()
+        )  # fmt: skip
+        meaning = fields[having[0]][name].metadata["help"]
+        meaning += f" ({', '.join(having)} only)" if len(having) < 3 else ""
+        lines.append(f"| `--{name}` | {defaults} | {meaning} |")
+    return "\n".join(lines)
+
+
+def parts() -> dict[str, Callable[[], str]]:
+    """What stands between which markers."""
+    compared = json.loads((ROOT / "docs/compare.json").read_text())
     made: dict[str, Callable[[], str]] = {
-        "traffic": lambda: traffic.table(*traffic.parameters(), ranks=8),
-        "choosing": lambda: choose.table(choosing),
-        "pretraining": lambda: compare.markdown(compared, "pretraining"),
-        "fine-tuning": lambda: compare.markdown(compared, "fine-tuning"),
+        "flags": flags,
+        "traffic": strategies.traffic_table,
+        "choosing": strategies.choosing_table,
+        "steps": lambda: compare.steps_table(compared),
     }
+    for work in ("pretraining", "fine-tuning"):
+        made[work] = functools.partial(compare.markdown, compared, work)
     for pair in LESSONS:
         made[" ".join(pair)] = functools.partial(lesson, pair)
     return made
 
 
 def renewed(text: str) -> str:
-    """The README's text with its generated parts as they are now."""
-    lines = (ROOT / "fsdp2_pretrain.py").read_text().splitlines()
-    for function, start in FRAMES.items():
-        [number] = [i for i, line in enumerate(lines, 1) if line.lstrip().startswith(start)]
-        text = re.sub(
-            rf"{function} \(fsdp2_pretrain.py:\d+\)",
-            f"{function} (fsdp2_pretrain.py:{number})",
-            text,
-        )
-    for name, make in sections().items():
-        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-        if text.count(begin) != 1 or text.count(end) != 1:
-            raise SystemExit(f"README.md lacks the markers of {name}")
+    """A page's text with its generated parts as they are now."""
+    known = parts()
+    for name in re.findall(r"(?m)^<!-- begin (.*) -->$", text):
+        begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->\n"
+        if name not in known or text.count(begin) != 1 or text.count(end) != 1:
+            raise SystemExit(f"no part of a page is called {name}, or its markers are no pair")
         head, rest = text.split(begin)
-        text = f"{head}{begin}\n{make()}\n\n{end}{rest.split(end)[1]}"
+        text = f"{head}{begin}\n{known[name]()}\n\n{end}{rest.split(end)[1]}"
     return text
 
 
 def main() -> None:
-    arguments.read(__doc__)
-    readme = ROOT / "README.md"
-    readme.write_text(renewed(readme.read_text()))
+    shared.read(__doc__)
+    for page in PAGES:
+        page.write_text(renewed(page.read_text()))
 
 
 if __name__ == "__main__":

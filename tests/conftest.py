@@ -18,7 +18,7 @@ import common  # noqa: E402
 SCRIPTS = ["ddp_pretrain.py", "fsdp1_pretrain.py", "fsdp2_pretrain.py"]
 # Two micro-batches a rank on 4 ranks, so that every world size accumulates gradients.
 SMALL = {
-    "bucket_edges": [64, 128, 256, 512],
+    "max_length": 512,
     "micro_batch_tokens": 512,
     "global_batch_tokens": 4096,
     "eval_batches": 3,
@@ -172,13 +172,3 @@ def metrics(run_dir: Path) -> tuple[list[dict], list[dict]]:
         json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
     ]
     return [x for x in lines if "loss" in x], [x for x in lines if "validation_loss" in x]
-
-
-class Config:
-    """What common's data functions read of a script's Config."""
-
-    def __init__(self, **flags):
-        given = {"dataset": "stdlib", "dataset_config": None, "dataset_split": "train"}
-        given |= {"text_column": "text", "tokenizer": "bytes", "batching": "bucketed"}
-        given |= {"compile": False, "seed": 0, **SMALL}
-        self.__dict__ |= given | flags

@@ -1,0 +1,178 @@
+"""What the programs here share: their command line, launches, and a script's parts made as it does.
+
+Importing it puts the scripts on the path. It is no program.
+"""
+
+import argparse
+import gc
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+STRATEGIES = ["ddp", "fsdp1", "fsdp2"]
+
+
+def parser(docstring: str | None) -> argparse.ArgumentParser:
+    """A parser whose --help prints the docstring; what it cannot read ends the program with 2."""
+    return argparse.ArgumentParser(
+        description=docstring,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def positive(word: str) -> int:
+    """A whole number of at least 1, for `add_argument(type=...)`."""
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a whole number above 0")
+    return int(word)
+
+
+def read(docstring: str | None, **defaults: int) -> list[int]:
+    """The positive whole numbers that were given, in that order, or their defaults."""
+    reader = parser(docstring)
+    for name, default in defaults.items():
+        reader.add_argument(name, metavar=name.upper(), nargs="?", type=positive, default=default)
+    return [*vars(reader.parse_args()).values()]
+
+
+def torchrun(ranks: int, *words: Any, python: str = sys.executable) -> list[str]:
+    """The command that launches so many ranks of a program on this machine."""
+    command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [*command, *map(str, words)]
+
+
+def train(ranks: int, script: str, **flags: Any) -> None:
+    """Run a script to its end, its words on the terminal."""
+    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+    subprocess.run(torchrun(ranks, f"{script}.py", *words), cwd=ROOT, check=True)
+
+
+def plotting() -> Any:
+    """matplotlib's pyplot, for files alone."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def finish(figure: Any, path: str | Path) -> None:
+    """Save a figure without the frame's upper and right line."""
+    for axis in figure.axes:
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def qwen2(width: int, inner: int, blocks: int, heads: int, groups: int, vocabulary: int, tied=True):
+    """A model's shape: hidden and feed-forward size, blocks, heads, key/value heads."""
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        vocab_size=vocabulary, hidden_size=width, intermediate_size=inner,
+        num_hidden_layers=blocks, num_attention_heads=heads, num_key_value_heads=groups,
+        tie_word_embeddings=tied,
+    )  # fmt: skip
+
+
+# --- What a script's `main` makes -----------------------------------------------------------------
+# (The libraries are imported where they are used, as the peers of bench/compare.py lack some.)
+
+
+def script_and_config(docstring: str | None) -> tuple[Any, Any]:
+    """The script that a launch names on its command line, and its Config of the words after it."""
+    import common
+
+    reader = parser(docstring)
+    reader.add_argument("script", choices=[f"{name}_pretrain.py" for name in STRATEGIES])
+    given, words = reader.parse_known_args()
+    script = importlib.import_module(Path(given.script).stem)
+    sys.argv = [given.script, *words]
+    return script, common.parse_config(script.Config)
+
+
+def load_data(script: Any, config: Any, kind: type | None = None) -> SimpleNamespace:
+    """`tokenizer`, `rows`, `training` and `validation`, the last two of class `kind`, and `shape`."""
+    import common
+
+    known = common.load_tokenizer(config.tokenizer)
+    if hasattr(script, "chat_tokenizer"):
+        tokenizer = script.chat_tokenizer(config.tokenizer)
+        columns, function, padding = common.CONVERSATIONS, script.chat_rows, tokenizer.pad_token_id
+    else:
+        tokenizer, columns, function = known, [config.text_column], common.text_rows
+        padding = tokenizer.eos_token_id
+    place = config.dataset, config.dataset_config, config.dataset_split
+    rows = common.load_rows(*place, columns, function, tokenizer, config.max_length)
+    training, validation = (
+        (kind or common.Batches)(
+            rows, config.batching, config.max_length, config.micro_batch_tokens,
+            config.pad_to_multiple_of, padding, config.seed, chosen,
+        )
+        for chosen in rows.split()
+    )  # fmt: skip
+    shape = script.architecture(config, len(known))
+    shape.vocab_size = max(shape.vocab_size, -(-len(tokenizer) // 64) * 64)
+    return SimpleNamespace(**locals())
+
+
+class Session:
+    """A script's data, model and optimizer as its `main` makes them, on one rank of a launch.
+
+    Args:
+        data: of `load_data`, where several sessions share it.
+        kind: the class of the batches, if not common's.
+    """
+
+    def __init__(self, script: Any, config: Any, data: Any = None, kind: type | None = None):
+        import torch.distributed as dist
+
+        import common
+
+        self.script, self.config = script, config
+        self.data = data or load_data(script, config, kind)
+        if not dist.is_initialized():
+            Session.device = script.init_process_group(config)
+        self.model, decayed = script.build_model(config, self.data.shape, self.device)
+        self.optimizer = script.build_optimizer(self.model, decayed, config)
+        self.state = script.State(self.model, self.optimizer)
+        if config.init_from:
+            common.load_weights(self.model, config.init_from)
+
+    def batches(self, first: int, last: int) -> Iterator[Any]:
+        """This rank's part of the global batches of the steps [first, last)."""
+        import torch.distributed as dist
+
+        number = self.config.global_batch_tokens // self.config.micro_batch_tokens
+        share, shares = dist.get_rank(), dist.get_world_size()
+        return self.data.training.stream(first, last, number, share, shares)
+
+    def train_step(self, batch: Any, learning_rate: float = 0.0) -> float:
+        """The mean loss of a step."""
+        given = self.model, self.optimizer, batch, self.config, self.device, learning_rate
+        return self.script.train_step(*given)[0]
+
+    def close(self) -> None:
+        """Drop the model and all that refers to it."""
+        del self.model, self.optimizer, self.state
+        gc.collect()
+
+
+def leave() -> None:
+    """End this rank in order, once nothing refers to a model any more."""
+    import torch.distributed as dist
+
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)

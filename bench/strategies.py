@@ -1,0 +1,216 @@
+"""The strategies beside each other, by formula and by bench/dry_run.py: two tables, two pictures.
+
+    python bench/strategies.py traffic      what a rank keeps and sends in a step, by formula
+    python bench/strategies.py choosing     which script fits where: docs/choosing.json (minutes)
+    python bench/strategies.py timeline     what is held and moved over a step: docs/timeline.png
+    python bench/strategies.py ranks        memory and traffic over the ranks: docs/ranks.png
+
+traffic: qwen2-0.5b with the GPT-2 vocabulary on 8 ranks, AdamW, bf16 compute, a micro-batch a step.
+choosing: Qwen2.5's shapes, micro-batches of 4,096 tokens in rows of 2,048, bf16; hybrid is two
+replicas; a setting fits if it leaves a tenth of the GPU free. timeline: 6 blocks of qwen2-0.5b's
+width on 8 ranks, time in FLOPs. ranks: qwen2-0.5b, a micro-batch of 4,096 tokens a rank and step.
+"""
+
+import importlib
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import shared
+from dry_run import GIB, MIB, Report, Watch, be_rank_0, dry_run
+from shared import ROOT, STRATEGIES, qwen2
+
+SHAPES = {  # Qwen2.5's
+    "0.5B": qwen2(896, 4864, 24, 14, 2, 151936),
+    "1.5B": qwen2(1536, 8960, 28, 12, 2, 151936),
+    "7B": qwen2(3584, 18944, 28, 28, 4, 152064, tied=False),
+    "32B": qwen2(5120, 27648, 64, 40, 8, 152064, tied=False),
+}
+FULL = {"activation_checkpointing": "full"}
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # the first that fits is the choice
+    "DDP": ("ddp", {}),
+    "hybrid": ("fsdp2", {"dp_replicate": 2}),
+    "FSDP": ("fsdp2", {}),
+    "DDP, full checkpointing": ("ddp", FULL),
+    "FSDP, full checkpointing": ("fsdp2", FULL),
+    "FSDP, full checkpointing, offload": ("fsdp2", FULL | {"cpu_offload": True}),
+}
+CARDS = (24, 80)  # GB of a GPU
+FILE = ROOT / "docs/choosing.json"
+
+
+# --- Traffic, by formula --------------------------------------------------------------------------
+
+
+def traffic_table(ranks: int = 8) -> str:
+    """Markdown; sizes in GB = 10^9 bytes, traffic as sent by each rank."""
+    import fsdp2_pretrain
+
+    size = shared.common.ModelSize(
+        fsdp2_pretrain.architecture(fsdp2_pretrain.Config(model="qwen2-0.5b"), 50257)
+    )
+    gb, blocks_gb, share = size.parameters / 1e9, size.in_blocks / 1e9, (ranks - 1) / ranks
+    rows = [
+        (
+            "`ddp_pretrain.py`", "everything", 16 * gb,
+            "all-reduce of gradients: 2G(N-1)/N", 2 * 4 * gb * share,
+        ),
+        (
+            "`fsdp1_pretrain.py`, `fsdp2_pretrain.py`",
+            "1/N of everything; whole only while needed, and not in the figure: the root, one or "
+            "two blocks", 16 * gb / ranks,
+            "all-gather of parameters before forward, P(N-1)/N, and again before backward but for "
+            "the root; reduce-scatter of gradients, G(N-1)/N",
+            (2 * gb + 2 * blocks_gb + 4 * gb) * share,
+        ),
+        (
+            "`fsdp2_pretrain.py --reshard_after_forward false`",
+            "1/N of everything; the whole parameters from first forward to last backward",
+            16 * gb / ranks + 2 * gb,
+            "all-gather before forward, P(N-1)/N; reduce-scatter, G(N-1)/N", (2 + 4) * gb * share,
+        ),
+    ]  # fmt: skip
+    lines = [
+        f"| script | each rank keeps | {ranks} ranks | collectives of a step | {ranks} ranks |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    lines += [f"| {a} | {b} | {c:.2f} GB | {d} | {e:.2f} GB |" for a, b, c, d, e in rows]
+    return "\n".join(lines)
+
+
+# --- Which script fits where ----------------------------------------------------------------------
+
+
+def report(strategy: str, model: str, vocabulary: int, ranks: int, watch=None, **own: Any) -> Report:
+    """The dry run of a step of one micro-batch a rank: 2 rows of 2,048 tokens, bf16."""
+    be_rank_0(ranks, 8)
+    script = importlib.import_module(f"{strategy}_pretrain")
+    config = script.Config(
+        model=model, precision="bf16", max_length=2048, micro_batch_tokens=4096,
+        global_batch_tokens=4096 * ranks, **own,
+    )  # fmt: skip
+    return dry_run(script, config, 8, vocabulary, watch)
+
+
+def choosing() -> None:
+    """Compute the table: model -> ranks -> setting -> GiB at the peak."""
+    seen: dict[str, dict[str, dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for model, shape in SHAPES.items():
+            shape.save_pretrained(f"{folder}/{model}")
+            seen[model] = {"1": {}, "4": {}, "8": {}}
+            for ranks, fits in seen[model].items():
+                for setting, (strategy, own) in SETTINGS.items():
+                    if ranks == "1" and strategy == "fsdp2":
+                        continue  # one rank has nobody to share with
+                    given = (strategy, f"{folder}/{model}", shape.vocab_size, int(ranks))
+                    gib = report(*given, **own).on_device / GIB
+                    fits[setting] = round(gib, 2)
+                    print(model, ranks, setting, fits[setting], flush=True)
+                    if gib < 0.9 * CARDS[0] * 1e9 / GIB:
+                        break  # the rest would not be chosen
+    FILE.write_text(json.dumps(seen, indent=1) + "\n")
+    print(choosing_table())
+
+
+def choosing_table() -> str:
+    """Markdown: for each model, number of GPUs and card, the first setting that fits."""
+    lines = ["| model | GPUs | of 24 GB | of 80 GB |", "| --- | --- | --- | --- |"]
+    for model, by_ranks in json.loads(FILE.read_text()).items():
+        for ranks, settings in by_ranks.items():
+            cells = []
+            for card in CARDS:
+                room = 0.9 * card * 1e9 / GIB
+                fits = [f"{name} ({gib:.1f} GiB)" for name, gib in settings.items() if gib <= room]
+                least = min(settings.values())
+                cells.append(fits[0] if fits else f"more GPUs (least: {least:.1f} GiB)")
+            lines.append(f"| {model} | {ranks} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+# --- Pictures -------------------------------------------------------------------------------------
+
+HELD = {  # what is resident, and its colour
+    "parameters": "#1d3557", "optimizer state": "#457b9d", "gradients": "#a8dadc",
+    "gathered parameters": "#f2a65a", "activations": "#e9ecef", "backward": "#cdb4db",
+}  # fmt: skip
+MOVES = {"all-gather": "#e76f51", "reduce-scatter": "#2a9d8f", "all-reduce": "#6a4c93"}
+COLOURS = {"ddp": "#e76f51", "fsdp1": "#f2a65a", "fsdp2": "#1d3557"}
+
+
+class Recorder(Watch):
+    """Remembers how much was held when, and when which collective began."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moments: list[tuple[int, dict[str, int]]] = []
+        self.moves: list[tuple[int, Any]] = []
+
+    def __torch_dispatch__(self, *arguments: Any) -> Any:
+        result = super().__torch_dispatch__(*arguments)
+        self.moments.append((self.flops, dict(self.held)))
+        return result
+
+    def note(self, *arguments: Any) -> None:
+        super().note(*arguments)
+        self.moves.append((self.flops, self.calls[-1]))
+
+
+def timeline() -> None:
+    pyplot = shared.plotting()
+    figure, axes = pyplot.subplots(3, 1, figsize=(9, 8), dpi=150, sharex=True)
+    for axis, strategy in zip(axes, STRATEGIES):
+        seen = Recorder()
+        with tempfile.TemporaryDirectory() as folder:
+            qwen2(896, 4864, 6, 14, 2, 50304).save_pretrained(folder)
+            report(strategy, folder, 50304, 8, seen)
+        start = next(i for i, (flops, _) in enumerate(seen.moments) if flops)
+        times = [flops / 1e12 for flops, _ in seen.moments[start:]]
+        layers = [[max(held.get(k, 0), 0) / MIB for _, held in seen.moments[start:]] for k in HELD]
+        axis.stackplot(times, layers, labels=HELD, colors=HELD.values(), step="post", linewidth=0)
+        top = 1.12 * max(map(sum, zip(*layers)))
+        for flops, call in seen.moves:
+            if call.kind in MOVES and call.bytes > MIB:
+                height = top * (1.08 if call.kind == "reduce-scatter" else 1)
+                axis.plot(flops / 1e12, height, "v", color=MOVES[call.kind], markersize=5)
+        axis.set_ylim(0, 1.2 * top)
+        axis.set_ylabel("MiB of a rank")
+        axis.set_title(f"{strategy}_pretrain.py", fontsize=9, loc="left")
+    for kind, colour in MOVES.items():
+        axes[0].plot([], [], "v", color=colour, label=kind)
+    axes[0].legend(frameon=False, fontsize=7, ncol=5, loc="upper center", bbox_to_anchor=(0.5, 1.4))
+    axes[-1].set_xlabel("TFLOPs of the step: forward, backward, then AdamW (without FLOPs)")
+    shared.finish(figure, ROOT / "docs/timeline.png")
+
+
+def ranks() -> None:
+    figure, axes = shared.plotting().subplots(1, 2, figsize=(9, 3.4), dpi=150)
+    counts = [1, 2, 4, 8, 16, 64, 256, 1024]
+    for number, (strategy, colour) in enumerate(COLOURS.items()):
+        reports = [report(strategy, "qwen2-0.5b", 50257, count) for count in counts]
+        style = {"color": colour, "marker": "o", "markersize": 9 - 3 * number, "label": strategy}
+        axes[0].plot(counts, [each.on_device / GIB for each in reports], **style)
+        axes[1].plot(counts, [each.sent / 1e9 for each in reports], **style)
+    for axis, title in zip(axes, ("peak memory of a rank, GiB", "sent by a rank in a step, GB")):
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(counts, map(str, counts))
+        axis.set_xlabel("ranks")
+        axis.set_ylim(bottom=0)
+        axis.set_title(title, fontsize=9)
+    axes[0].legend(frameon=False, fontsize=8)
+    shared.finish(figure, ROOT / "docs/ranks.png")
+
+
+def main() -> None:
+    made = {
+        "traffic": lambda: print(traffic_table()), "choosing": choosing, "timeline": timeline,
+        "ranks": ranks,
+    }  # fmt: skip
+    reader = shared.parser(__doc__)
+    reader.add_argument("what", choices=made)
+    made[reader.parse_args().what]()
+
+
+if __name__ == "__main__":
+    main()
