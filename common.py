@@ -80,13 +80,11 @@ def flag(default: Any, help: str) -> Any:
 def refuse(message: str, code: int = 2) -> NoReturn:
     """End the program with one line on stderr: code 2 for bad input, 1 for a failure while running.
 
-    torchrun ends all ranks once one has exited. So the first rank of a node speaks at once, and the
-    others wait: whoever still lives after five seconds is alone in knowing of the error.
+    `launch` prints the line; without it Python does, and ends with code 1.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(5)
-    print(f"error: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    sys.exit(code)
+    ended = SystemExit(f"error: {' '.join(message.split())}")
+    ended.status = code
+    raise ended
 
 
 @contextlib.contextmanager
@@ -99,7 +97,7 @@ def refusing(what: str, code: int = 2) -> Iterator[None]:
             raise  # another rank has failed, and reports it
         # DCP holds what failed by rank; a dataset's error hides the cause behind a general one.
         cause = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
-        refuse(f"{what}: {str(cause.__cause__ or cause)[:400] or type(cause).__name__}", code)
+        refuse(f"{what}: {str(cause.__cause__ or cause)[:400] or 'nothing is there'}", code)
 
 
 def parse_config(config_class: type) -> Any:
@@ -135,14 +133,19 @@ def launch(main: Callable[[], None]) -> None:
     try:
         end_with_launcher()
         return main()
-    except SystemExit as end:
-        code = end.code
-    except BaseException as error:  # DCP's CheckpointException is no Exception
-        # A lost connection is what the others see of a rank that failed: that one speaks first.
-        if "onnection" in str(error):
+    except BaseException as error:  # SystemExit and DCP's CheckpointException are no Exception
+        # torchrun ends all ranks once one has exited: who knows most must speak first. That is the
+        # first rank of a node, if all refuse, and a failed rank before those that lost it. Who
+        # still lives five seconds later is alone in knowing of the error.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        refused = isinstance(error, SystemExit)
+        if "onnection" in str(error) or refused and os.environ["LOCAL_RANK"] != "0":
             time.sleep(5)
-        traceback.print_exc()
-        code = 1
+        if not refused:
+            traceback.print_exc()
+        elif isinstance(error.code, str):
+            print(error.code, file=sys.stderr, flush=True)
+        code = getattr(error, "status", error.code) if refused else 1
     say("", end="")  # flushed, even if nobody reads any more
     os._exit(code)
 
@@ -157,7 +160,7 @@ def end_with_launcher() -> None:
     if "TORCHELASTIC_RUN_ID" not in os.environ or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
-    if "python" not in os.path.basename(os.path.realpath(f"/proc/{os.getppid()}/exe")):
+    if b"python" not in Path(f"/proc/{os.getppid()}/cmdline").read_bytes():
         refuse("the launcher of this rank has died", code=1)
 
 
@@ -293,10 +296,9 @@ def open_dataset(name: str, configuration: str | None, split: str) -> datasets.D
     # The last known suffix counts: a.txt.jsonl.gz is JSON.
     reader = next((READERS[end] for end in reversed(Path(name).suffixes) if end in READERS), None)
     files = glob.escape(name) if Path(name).is_file() else name  # a file's name may hold [1]
-    with refusing(f"--dataset {name} cannot be read"):
-        if reader:
-            return datasets.load_dataset(reader, data_files=files, split=split)
-        return datasets.load_dataset(name, configuration, split=split)
+    if reader:
+        return datasets.load_dataset(reader, data_files=files, split=split)
+    return datasets.load_dataset(name, configuration, split=split)
 
 
 ROLES = {"human": "user", "gpt": "assistant"}  # as in ShareGPT's columns
@@ -415,7 +417,7 @@ def load_rows(
         columns: those to read, as far as they are there.
         function: module-level, as `text_rows`: yields the rows of one document.
     """
-    with prepare_in_turn():
+    with prepare_in_turn(), refusing(f"--dataset {dataset} cannot be read"):
         corpus = open_dataset(dataset, configuration, split)
         there = corpus.column_names
         if not set(columns) & set(there):

@@ -1,19 +1,22 @@
 """The scripts against bare loops of their strategies and against the libraries people would pick.
 
     python -m venv .peers && .peers/bin/pip install -r bench/requirements.txt
-    python bench/compare.py [TURNS]
+    python bench/compare.py [pretraining] [fine-tuning] [steps] [--turns N]
 
 One model, Qwen2's shape with 4 layers of width 256, in fp32 on 2 gloo ranks with one thread each.
 Contestants that are compared are alive at the same time, and one after the other trains three steps
 while the others stand still: the speed of a shared machine changes within minutes. Three runs of
-several such turns each (TURNS: at most so many), there and back without pause; the first three
-steps of all are left out. Pretraining: rows of 256 tokens, 8 a rank; the same rows from the same
-weights, so that all must show the same losses. Fine-tuning: 2,000 conversations of up to 2,048
-bytes, about 8,000 tokens a step; the floor is what matrix products and attention of the blocks take
-for the same batches. Where steps are of short rows or of long ones, a run is about an epoch.
-Prints tokens per second without padding and the ratio to a reference, both the median of the runs,
-and the standard error of the ratios of single turns. Writes them into docs/compare.json, under the
-name of this machine's CPU, and draws compare.png.
+several such turns each (N at most), there and back without pause; the first three steps of all are
+left out. pretraining: rows of 256 tokens, 8 a rank; the same rows from the same weights, so that
+all must show the same losses. fine-tuning: 2,000 conversations of up to 2,048 bytes, about 8,000
+tokens a step, with the script's default flags; where steps are of short rows or of long ones, a run
+is about an epoch. Prints tokens per second without padding and the ratio to a reference, both the
+median of the runs, and the standard error of the ratios of single turns.
+
+steps: script and bare loop in one process, a step each in turn, on the rows of pretraining: even
+two processes of the same program differ by a few per cent.
+
+Writes into docs/compare.json, under the name of this machine's CPU, and draws docs/compare.png.
 """
 
 import json
@@ -25,87 +28,76 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import arguments
 import numpy as np
+import shared
 import torch
 from contestant import TURN
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from shared import ROOT, STRATEGIES
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-import common  # noqa: E402
-import ddp_pretrain  # noqa: E402
-import fsdp2_sft  # noqa: E402
+import common
+import ddp_pretrain
+import fsdp2_sft
 
 RUNS = 3
 FEW, EPOCH = 5, 19  # turns of a run: of steps that are all alike, of about an epoch
 PEERS = "python -m venv .peers && .peers/bin/pip install -r bench/requirements.txt"
-STRATEGIES = ["ddp", "fsdp1", "fsdp2"]
 BEST = "bf16, compiled"
 # Groups that take turns: how many a run, and contestant -> what it is compared with.
-Groups = list[tuple[int, dict[str, str]]]
-PRETRAINING: Groups = [
-    (
-        FEW,
-        {
-            f"bare {name}": f"bare {name}",
-            f"{name}_pretrain": f"bare {name}",
-            **({"trainer ddp": "bare ddp"} if name == "ddp" else {}),
-            f"{name}_pretrain {BEST}": f"{name}_pretrain",
-        },
-    )
-    for name in STRATEGIES
-]
-FINE_TUNING: Groups = [
-    (
-        EPOCH,
-        {
-            name: "trl grouped"
-            for name in ("trl default", "trl grouped", "fsdp2_sft bucketed", "floor bucketed")
-        },
-    ),
-    (FEW, {name: "trl packed" for name in ("trl packed", "fsdp2_sft packed")}),
-]
+GROUPS: dict[str, list[tuple[int, dict[str, str]]]] = {
+    "pretraining": [
+        (
+            FEW,
+            {
+                f"bare {name}": f"bare {name}",
+                f"{name}_pretrain": f"bare {name}",
+                **({"trainer ddp": "bare ddp"} if name == "ddp" else {}),
+                f"{name}_pretrain {BEST}": f"{name}_pretrain",
+            },
+        )
+        for name in STRATEGIES
+    ],
+    "fine-tuning": [
+        (
+            EPOCH,
+            {name: "trl grouped" for name in ("trl default", "trl grouped", "fsdp2_sft bucketed")},
+        ),
+        (FEW, {name: "trl packed" for name in ("trl packed", "fsdp2_sft packed")}),
+    ],
+}
 FLAGS: dict[str, Any] = {
     "learning_rate": 1e-3, "min_learning_rate": 1e-3, "warmup_steps": 0, "weight_decay": 0,
-    "grad_clip": 0, "eval_every": 10**6, "eval_batches": 2, "checkpoint_every": 10**6,
-    "resume": "never",
+    "grad_clip": 0,
 }  # fmt: skip
 
 
+# --- What they train on ---------------------------------------------------------------------------
+
+
 def words(flags: dict[str, Any]) -> list[str]:
-    made = []
-    for name, value in flags.items():
-        made += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
-    return made
+    return [str(word) for name, value in flags.items() for word in (f"--{name}", value)]
 
 
 def save_weights(folder: Path) -> None:
-    shape = Qwen2Config(
-        vocab_size=512, hidden_size=256, intermediate_size=1024, num_hidden_layers=4,
-        num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
-    )  # fmt: skip
+    from transformers import Qwen2ForCausalLM
+
     torch.manual_seed(0)
-    Qwen2ForCausalLM(shape).save_pretrained(folder / "weights")
+    Qwen2ForCausalLM(shared.qwen2(256, 1024, 4, 4, 2, 512)).save_pretrained(folder / "weights")
 
 
-def prepare_pretraining(folder: Path, steps: int) -> None:
+def prepare_pretraining(folder: Path, steps: int) -> dict[str, Any]:
     """Documents that fill a row each, and the rows in the order of our batch plan."""
-    save_weights(folder)
     text = "".join(Path(f).read_text("ascii", "ignore") for f in common.standard_library_files())
     with open(folder / "rows.jsonl", "w") as file:
         for i in range(800):  # 784 to train on, so that all micro-batches are full
             file.write(json.dumps({"text": text[256 * i : 256 * i + 256]}) + "\n")
     flags = {
-        "dataset": str(folder / "rows.jsonl"), "tokenizer": "bytes", "bucket_edges": [256],
+        "dataset": str(folder / "rows.jsonl"), "tokenizer": "bytes", "max_length": 256,
         "micro_batch_tokens": 2048, "global_batch_tokens": 4096,
     }  # fmt: skip
-    config = ddp_pretrain.Config(**flags)
-    _, training, _ = common.load_batches(config, torch.device("cpu"))
+    training = shared.load_data(ddp_pretrain, ddp_pretrain.Config(**flags)).training
     rows = []
     for k in range(2 * steps):
         batch = training.collate(training.micro_batch(k))
@@ -116,62 +108,73 @@ def prepare_pretraining(folder: Path, steps: int) -> None:
     for name in STRATEGIES:
         given[f"{name}_pretrain"] = words(flags | {"run_dir": folder / name})
         best = {"run_dir": folder / f"{name} best", "precision": "bf16", "compile": True}
+        best["pad_to_multiple_of"] = 256  # one shape
         given[f"{name}_pretrain {BEST}"] = words(flags | best)
-    settings = {"learning_rate": FLAGS["learning_rate"], "flags": given}
-    (folder / "settings.json").write_text(json.dumps(settings))
+    return {"flags": given, "steps": steps}
 
 
-def prepare_fine_tuning(folder: Path, steps: int) -> None:
+def prepare_fine_tuning(folder: Path, steps: int) -> dict[str, Any]:
     """Conversations, a tokenizer with our template, and those of them that ours trains on."""
-    save_weights(folder)
-    files = common.standard_library_files()
-    rows = [*common.docstring_conversations(files, "")]
-    rows = [row for row in rows if sum(len(m["content"].encode()) for m in row["messages"]) < 1950]
-    rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))[:2000]]
-    lines = [json.dumps(row) + "\n" for row in rows]
+    rows = []
+    for row in common.docstring_conversations(common.standard_library_files(), ""):
+        texts = {"system": row["system"], "user": row["prompt"], "assistant": row["completion"]}
+        whole = "".join(texts.values())
+        # transformers' mask, which TRL uses, leaves out the last bytes of what is not ASCII.
+        if len(whole) < 1950 and whole.isascii():
+            rows.append([{"role": role, "content": text} for role, text in texts.items()])
+    chosen = np.random.default_rng(0).permutation(len(rows))[:2000]
+    lines = [json.dumps({"messages": rows[i]}) + "\n" for i in chosen]
     (folder / "conversations.jsonl").write_text("".join(lines))
-    flags = {"dataset": str(folder / "conversations.jsonl"), "tokenizer": "bytes"}
-    config = fsdp2_sft.Config(**flags)
-    chat, training, _ = common.load_conversations(
-        config, torch.device("cpu"), fsdp2_sft.TEMPLATE, fsdp2_sft.TURN, fsdp2_sft.INSIDE
-    )
-    chat.to_transformers().save_pretrained(folder / "weights")
-    chosen = [lines[i] for i in np.sort(training.pieces.document)]
-    (folder / "trained.jsonl").write_text("".join(chosen))
-    print(f"{len(chosen)} conversations, {training.pieces.labels.sum():,} tokens to learn")
+    flags = {"dataset": str(folder / "conversations.jsonl")}
+    data = shared.load_data(fsdp2_sft, fsdp2_sft.Config(**flags))
+    data.tokenizer.save_pretrained(folder / "weights")
+    usable = np.sort(data.training.chosen)  # a row each
+    (folder / "trained.jsonl").write_text("".join(lines[i] for i in usable))
+    learned = int(data.rows.labels[usable].sum())
+    print(f"{len(usable)} conversations, {learned:,} tokens to learn")
     flags |= FLAGS | {"init_from": folder / "weights", "steps": steps}
-    flags |= {"tokenizer": folder / "weights", "reshard_after_forward": False}
-    bucketed = {"bucket_edges": ["auto", 2048], "micro_batch_tokens": 2560}
-    bucketed |= {"global_batch_tokens": 4 * 2560}
     given = {
-        "fsdp2_sft bucketed": words(flags | bucketed | {"run_dir": folder / "bucketed"}),
-        "floor bucketed": words(flags | bucketed | {"run_dir": folder / "floor"}),
-        "fsdp2_sft packed": words(flags | {"batching": "packed", "run_dir": folder / "packed"}),
+        f"fsdp2_sft {batching}": words(flags | {"batching": batching, "run_dir": folder / batching})
+        for batching in ("bucketed", "packed")
     }
-    rows_per_rank = round(8000 / training.pieces.length.mean() / 2)
-    settings = {"learning_rate": FLAGS["learning_rate"], "flags": given, "steps": steps}
-    learned = int(training.pieces.labels.sum())
-    settings |= {"rows_per_rank": rows_per_rank, "learned": learned}
+    rows_per_rank = round(8000 / data.rows.lengths[usable].mean() / 2)
+    return {"flags": given, "steps": steps, "rows_per_rank": rows_per_rank, "learned": learned}
+
+
+def prepare(work: str, folder: Path, steps: int) -> dict[str, Any]:
+    """Fill the folder that contestants read; their settings."""
+    save_weights(folder)
+    make = prepare_fine_tuning if work == "fine-tuning" else prepare_pretraining
+    settings = make(folder, steps) | {"learning_rate": FLAGS["learning_rate"]}
     (folder / "settings.json").write_text(json.dumps(settings))
+    return settings
+
+
+# --- The contest ----------------------------------------------------------------------------------
+
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def torchrun(folder: Path, name: str, python: str) -> list[str]:
+    program = ROOT / "bench/contestant.py"
+    return shared.torchrun(2, program, folder / name / "out.json", folder, name, python=python)
 
 
 class Contestant:
     """A launch of contestant.py, which trains the first turn and then waits for the next."""
 
-    def __init__(self, python: str, folder: Path, name: str, ranks: int = 2):
+    def __init__(self, python: str, folder: Path, name: str):
         self.name, self.folder = name, folder / name
         self.folder.mkdir(parents=True)
         self.pipes = {}  # open at both ends: opening waits for nobody
-        for pipe in (f"{kind} {rank}" for kind in ("go", "done") for rank in range(ranks)):
+        for pipe in (f"{kind} {rank}" for kind in ("go", "done") for rank in range(2)):
             os.mkfifo(self.folder / pipe)
             self.pipes[pipe] = os.open(self.folder / pipe, os.O_RDWR)
-        command = [python, "-m", "torch.distributed.run", "--standalone"]
-        command += [f"--nproc-per-node={ranks}", str(ROOT / "bench/contestant.py")]
-        command += [str(self.folder / "out.json"), str(folder), name]
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        command = torchrun(folder, name, python)
         with open(self.folder / "stderr", "w") as errors:
             self.process = subprocess.Popen(
-                command, env=environment, stdout=subprocess.DEVNULL, stderr=errors
+                command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=errors
             )
 
     def go(self, turns: int = 1) -> None:
@@ -238,19 +241,16 @@ def speeds(one: dict[str, Any], parts: int) -> np.ndarray:
     return tokens / seconds
 
 
-def contest(
-    prepare: Callable[[Path, int], None], groups: Groups, most: int
-) -> dict[str, dict[str, Any]]:
+def contest(work: str, most: int) -> dict[str, dict[str, Any]]:
     """The table of all contestants; at most so many turns a run."""
     seen: dict[str, dict[str, Any]] = {}
     by_run: dict[str, np.ndarray] = {}
     error = {}
-    for turns, group in groups:
+    for turns, group in GROUPS[work]:
         turns = min(turns, most)
         with tempfile.TemporaryDirectory() as folder:
-            prepare(Path(folder), TURN * (1 + RUNS * turns))
+            settings = prepare(work, Path(folder), TURN * (1 + RUNS * turns))
             seen |= take_turns(group, turns, Path(folder))
-            settings = json.loads((Path(folder) / "settings.json").read_text())
         print(", ".join(group), "are done", flush=True)
         by_turn = {name: speeds(seen[name], RUNS * turns) for name in group}
         for name, reference in group.items():
@@ -265,15 +265,37 @@ def contest(
             "ratio": statistics.median(by_run[name] / by_run[reference]),
             "error": error[name],
             "padding": seen[name].get("padding", 0.0),
-            "waited": seen[name].get("waited"),
             "peak_gib": seen[name]["peak_gib"],
             "losses": seen[name]["losses"],
             "all": by_run[name].tolist(),
             "learned": seen[name].get("learned"),
         }
-        for _, group in groups
+        for _, group in GROUPS[work]
         for name, reference in group.items()
     }
+
+
+def step_by_step(most: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of a step of script and bare loop, their ratio and its standard error."""
+    seen = {}
+    for strategy in STRATEGIES:
+        with tempfile.TemporaryDirectory() as own:
+            folder, name = Path(own), f"steps {strategy}"
+            prepare("steps", folder, TURN * (1 + RUNS * most))
+            (folder / name).mkdir()
+            command = torchrun(folder, name, sys.executable)
+            done = subprocess.run(command, env=ENVIRONMENT, text=True, capture_output=True)
+            if done.returncode:
+                raise SystemExit(done.stderr[-8000:])
+            took = json.loads((folder / name / "out.json").read_text())
+        script, bare = (np.array(took[kind][TURN:]) for kind in ("script", "bare"))
+        error = (bare / script).std() / math.sqrt(len(bare))
+        seen[strategy] = {"script_ms": 1000 * script.mean(), "bare_ms": 1000 * bare.mean()}
+        seen[strategy] |= {"ratio": float(np.median(bare / script)), "error": error}
+    return seen
+
+
+# --- What to say about it -------------------------------------------------------------------------
 
 
 def markdown(result: dict[str, Any], work: str) -> str:
@@ -296,49 +318,54 @@ def markdown(result: dict[str, Any], work: str) -> str:
     return "\n".join(lines)
 
 
+def steps_table(result: dict[str, Any]) -> str:
+    """Script and bare loop in one process, of every machine on which that was measured."""
+    lines = ["| | machine | script | bare loop | ratio of speeds |", "| --- " * 5 + "|"]
+    for machine, tables in result.items():
+        for strategy, row in tables.get("steps", {}).items():
+            cells = [f"{strategy}_pretrain", machine]
+            cells += [f"{row['script_ms']:.0f} ms", f"{row['bare_ms']:.0f} ms"]
+            lines.append(f"| {' | '.join(cells)} | {row['ratio']:.3f} ± {row['error']:.3f} |")
+    return "\n".join(lines)
+
+
 def draw(tables: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), dpi=150)
-    for axis, work in zip(axes, WORKS):
+    figure, axes = shared.plotting().subplots(1, 2, figsize=(10, 3.6), dpi=150)
+    for axis, work in zip(axes, GROUPS):
         names = [*tables[work]][::-1]
         for place, name in enumerate(names):
             row = tables[work][name]
-            ours = name.split()[0] not in ("bare", "trainer", "trl", "floor")
+            ours = name.split()[0] not in ("bare", "trainer", "trl")
             colour = "#1d3557" if ours else "#a8b3c2"
             axis.barh(place, row["tokens_per_second"], color=colour)
             axis.plot(row["all"], [place] * len(row["all"]), "|", color="#f2a65a")  # the runs
         axis.set_yticks(range(len(names)), names, fontsize=8)
         axis.set_title(f"{work}: tokens/s", fontsize=9)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path)
-
-
-WORKS: dict[str, tuple[Callable[[Path, int], None], Groups]] = {
-    "pretraining": (prepare_pretraining, PRETRAINING),
-    "fine-tuning": (prepare_fine_tuning, FINE_TUNING),
-}
+    shared.finish(figure, path)
 
 
 def main() -> None:
-    [most] = arguments.read(__doc__, turns=EPOCH)
-    if not (ROOT / ".peers/bin/python").exists():
+    reader = shared.parser(__doc__)
+    works = [*GROUPS, "steps"]
+    reader.add_argument("works", nargs="*", choices=[[], *works], metavar="WORK")
+    reader.add_argument("--turns", type=shared.positive, default=EPOCH, help="of a run, at most")
+    given = reader.parse_args()
+    chosen = given.works or works
+    if chosen != ["steps"] and not (ROOT / ".peers/bin/python").exists():
         raise SystemExit(f"first: {PEERS}")
     cpu = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())
     name = re.sub(r"\([^)]*\)", "", cpu[1]) if cpu else "CPU"  # without (R) and the like
-    tables: dict[str, Any] = {"cores": os.cpu_count(), "torch": torch.__version__}
-    for work, (prepare, groups) in WORKS.items():
-        tables[work] = contest(prepare, groups, most)
-        print(markdown({name: tables}, work), flush=True)
     file = ROOT / "docs/compare.json"
     result = json.loads(file.read_text())
-    result.pop(name, None)  # the newest is the last
-    file.write_text(json.dumps(result | {name: tables}, indent=1) + "\n")
-    draw(tables, ROOT / "docs/compare.png")
+    tables = result.pop(name, {}) | {"cores": os.cpu_count(), "torch": torch.__version__}
+    result[name] = tables  # the newest is the last
+    for work in chosen:
+        tables[work] = step_by_step(given.turns) if work == "steps" else contest(work, given.turns)
+        one = {name: tables}
+        print(steps_table(one) if work == "steps" else markdown(one, work), flush=True)
+        file.write_text(json.dumps(result, indent=1) + "\n")
+    if tables.keys() >= GROUPS.keys():
+        draw(tables, ROOT / "docs/compare.png")
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@
 
 After every TURN steps it stands still until it is told to go on, as the next one has its turn.
 FOLDER holds `weights` (a Hugging Face model), `rows.pt` (int64 [steps, rows of all ranks, 257]) and
-`settings.json`. The scripts run as they are: only the end of a step is noted. A bare loop is the
-strategy and nothing else. Runs in either environment: ours for `bare` and scripts, the peers' for
-`trainer` and `trl`.
+`settings.json`. Of a script its own data, model and train step run, with metrics and signals, in
+the loop of its `main` but for validation and checkpoints. A bare loop is the strategy and nothing
+else. `steps STRATEGY` is both in one process, a step each. Runs in either environment: ours for
+`bare`, `steps` and scripts, the peers' for `trainer` and `trl`.
 """
 
-import functools
+import importlib
 import json
 import os
 import resource
@@ -20,11 +21,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import shared
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-ROOT = Path(__file__).parents[1]
 TURN = 3  # steps
 
 
@@ -64,64 +65,33 @@ class Notes:
             Path(out).write_text(json.dumps(seen | {"peak_gib": peak} | self.more))
 
 
-ones = functools.cache(functools.partial(torch.ones, requires_grad=True))  # made once a shape
+def script_steps(
+    name: str, flags: list[str], more: dict[str, Any], running: threading.Event | None = None
+) -> Iterator[tuple[float, int]]:
+    """One of ours: each step's mean loss and tokens of all ranks.
 
-
-def products(model: torch.nn.Module, optimizer: Any, batch: Any, *_: Any) -> tuple[float, float]:
-    """For `train_step`: matrix products and attention of the blocks, forward and backward."""
-    heads, size = model.config.num_attention_heads, model.config.hidden_size
-    for micro_batch in batch.micro_batches:
-        rows, width = micro_batch["input_ids"].shape
-        for block in model.model.layers:
-            for linear in block.modules():
-                if isinstance(linear, torch.nn.Linear):
-                    x = ones(rows * width, linear.in_features)
-                    weight = ones(linear.out_features, linear.in_features)
-                    y = F.linear(x, weight)
-                    torch.autograd.grad(y, (x, weight), y)
-            q, k, v = ones(3, rows, heads, width, size // heads)
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            torch.autograd.grad(y, (q, k, v), y)
-    dist.barrier()
-    return 0.0, 0.0
-
-
-def script(name: str, notes: Notes, flags: list[str], train_step: Any = None) -> None:
-    """One of ours; `main` is the script's own."""
-    sys.path.insert(0, str(ROOT))
-    import importlib
-
+    Args:
+        more: gets the share of padding, and the number of tokens to learn in the data.
+        running: while it is not set, no data is made.
+    """
     import common
 
-    log_step, make = common.Run.log_step, common.Batches.global_batch
-    split_batches = common.split_batches
+    class InTurn(common.Batches):
+        def global_batch(self, *step: Any) -> Any:
+            if running is not None:
+                running.wait()
+            return super().global_batch(*step)
 
-    def noted(run: Any, step: int, batch: Any, loss: float, *arguments: Any) -> None:
-        log_step(run, step, batch, loss, *arguments)
-        notes.step(loss, batch.tokens)
-        padding.append(batch.fractions["padding_fraction"])
-        waited.append(arguments[-1] / arguments[-2])
-
-    def made_in_turn(training: Any, step: int) -> Any:
-        notes.running.wait()
-        return make(training, step)
-
-    def counted(*arguments: Any) -> list:
-        training, validation = split_batches(*arguments)
-        notes.more["learned"] = int(training.pieces.labels.sum())
-        return [training, validation]
-
-    padding: list[float] = []
-    waited: list[float] = []  # for data, of the time of the step
-    common.Run.log_step, common.Batches.global_batch = noted, made_in_turn
-    common.split_batches = counted
-    common.export = common.Run.finish = lambda *_: None  # only training is compared
+    script = importlib.import_module(name)
     sys.argv = [f"{name}.py", *flags]
-    module = importlib.import_module(name)
-    module.train_step = train_step or module.train_step
-    module.main()
-    notes.more["padding"] = sum(padding) / len(padding)
-    notes.more["waited"] = sorted(waited)[len(waited) // 2]
+    session = shared.Session(script, common.parse_config(script.Config), kind=InTurn)
+    training = session.data.training
+    more["learned"] = int(training.rows.labels[training.chosen].sum())
+    padding = []
+    for batch, loss in session.steps():
+        padding.append(batch.padding_fraction)
+        more["padding"] = sum(padding) / len(padding)
+        yield loss, batch.tokens
 
 
 def bare_steps(
@@ -170,7 +140,7 @@ def bare_steps(
 
 
 def bare(strategy: str, folder: Path, notes: Notes, settings: dict[str, Any]) -> None:
-    """A bare loop of the strategy."""
+    """A bare loop of the strategy, alone."""
     dist.init_process_group("gloo")
     steps = bare_steps(strategy, folder, settings)
     dist.barrier()
@@ -180,6 +150,32 @@ def bare(strategy: str, folder: Path, notes: Notes, settings: dict[str, Any]) ->
     losses = torch.stack(notes.losses)
     dist.all_reduce(losses)
     notes.losses = (losses / dist.get_world_size()).tolist()
+
+
+def step_by_step(strategy: str, folder: Path, settings: dict[str, Any], out: str) -> None:
+    """Script and bare loop in turn, a step each; a step begins and ends on all ranks together."""
+    name = f"{strategy}_pretrain"
+    script = script_steps(name, settings["flags"][name], {})
+    losses, seconds = [next(script)[0]], {"script": [], "bare": []}  # makes the process group
+    bare = bare_steps(strategy, folder, settings)
+    for _ in range(settings["steps"] - 1):
+        dist.barrier()
+        started = time.perf_counter()
+        loss, _ = next(bare)
+        dist.barrier()
+        between = time.perf_counter()
+        dist.all_reduce(loss)
+        if abs(loss.item() / dist.get_world_size() / losses[-1] - 1) > 1e-3:
+            raise SystemExit(f"{strategy}: they do different work")
+        dist.barrier()
+        again = time.perf_counter()
+        losses.append(next(script)[0])
+        dist.barrier()
+        seconds["bare"].append(between - started)
+        seconds["script"].append(time.perf_counter() - again)
+    if os.environ["RANK"] == "0":
+        Path(out).write_text(json.dumps(seconds))
+    dist.barrier()
 
 
 def trainer(strategy: str, folder: Path, notes: Notes, settings: dict[str, Any]) -> None:
@@ -275,22 +271,20 @@ def trl(mode: str, folder: Path, notes: Notes, settings: dict[str, Any]) -> None
 def main() -> None:
     out, folder, name = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
     settings = json.loads((folder / "settings.json").read_text())
-    notes = Notes(folder / name)
     kind, _, strategy = name.partition(" ")
-    if kind == "bare":
-        bare(strategy, folder, notes, settings)
-    elif kind == "trainer":
-        trainer(strategy, folder, notes, settings)
-    elif kind == "trl":
-        trl(strategy, folder, notes, settings)
-    elif kind == "floor":
-        script("fsdp2_sft", notes, settings["flags"][name], products)
-        notes.losses = []
+    if kind == "steps":
+        step_by_step(strategy, folder, settings, out)
     else:
-        script(kind, notes, settings["flags"][name])
-    notes.write(out)
+        notes = Notes(folder / name)
+        if kind in (others := {"bare": bare, "trainer": trainer, "trl": trl}):
+            others[kind](strategy, folder, notes, settings)
+        else:
+            steps = script_steps(kind, settings["flags"][name], notes.more, notes.running)
+            for loss, tokens in steps:
+                notes.step(loss, tokens)
+        notes.write(out)
     sys.stdout.flush()
-    os._exit(0)
+    os._exit(0)  # models are alive
 
 
 if __name__ == "__main__":

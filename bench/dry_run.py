@@ -90,7 +90,7 @@ class Watch(collectives.Ledger):
         self.pieces: WeakIdKeyDictionary = WeakIdKeyDictionary()  # storage -> Piece
         self.held: Counter[str] = Counter()  # bytes, by kind
         self.peak: dict[str, int] = {}  # when most is held on the device
-        self.in_cpu_memory: tuple[str, ...] = ()  # kinds that are elsewhere
+        self.elsewhere: tuple[str, ...] = ()  # kinds that are elsewhere
 
     def __enter__(self) -> "Watch":
         resize, watch = torch.UntypedStorage.resize_, self
@@ -155,7 +155,7 @@ class Watch(collectives.Ledger):
             self.peak = {kind: size for kind, size in self.held.items() if size}
 
     def on_device(self, held: dict[str, int]) -> int:
-        return sum(size for kind, size in held.items() if kind not in self.in_cpu_memory)
+        return sum(size for kind, size in held.items() if kind not in self.elsewhere)
 
     def freed(self, piece: Piece) -> None:
         self.held[piece.kind] -= piece.bytes
@@ -223,12 +223,25 @@ def without_others(parallel: type) -> type:
         done.set_result(bucket.buffer())
         return done
 
+    class Reducer:
+        """DDP's own, which already has the buckets that it would make now from the order seen."""
+
+        def __init__(self, reducer: Any):
+            self.reducer = reducer
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.reducer, name)
+
+        def _rebuild_buckets(self) -> bool:
+            return False
+
     class Parallel(parallel):
         def __init__(self, *arguments: Any, **keywords: Any):
             dist._compute_bucket_assignment_by_size = as_rebuilt
             super().__init__(*arguments, **keywords)
             dist._compute_bucket_assignment_by_size = compute
             self.register_comm_hook(None, all_reduce)
+            self.reducer = Reducer(self.reducer)
 
     return Parallel
 
@@ -344,7 +357,7 @@ def dry_run(
     """Build and train one step as rank 0 of `WORLD_SIZE`; nothing has numbers."""
     ranks, shape = int(os.environ["WORLD_SIZE"]), shape_of(script, config, vocabulary)
     fake, watch = FakeTensorMode(allow_non_fake_inputs=True), watch or Watch()
-    watch.in_cpu_memory = in_cpu_memory(config)
+    watch.elsewhere = elsewhere(config)
     with fake_ranks(ranks, ranks_per_node), adapted(script), fake, watch:
         model, decayed = script.build_model(config, shape, CPU)
         batch = batch_of(script, config)
@@ -357,7 +370,7 @@ def dry_run(
     blocks = set(stack.parameters())
     root = [p.shape for p in whole.parameters() if p not in blocks]
     return Report(
-        ranks, whole.num_parameters(), len(batch.micro_batches), watch.in_cpu_memory, *kept,
+        ranks, whole.num_parameters(), len(batch.micro_batches), watch.elsewhere, *kept,
         watch.peak, watch.calls, watch.flops, root,
     )  # fmt: skip
 
@@ -489,7 +502,7 @@ def describe(report: Report, script: Any, config: Any, options: argparse.Namespa
     return "\n".join(lines)
 
 
-def in_cpu_memory(config: Any) -> tuple[str, ...]:
+def elsewhere(config: Any) -> tuple[str, ...]:
     """Kinds of memory that are offloaded."""
     offloads = getattr(config, "cpu_offload", False)
     return ("parameters", "gradients", "optimizer state") if offloads else ()
@@ -565,7 +578,11 @@ def read_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--memory_gib", type=float, help="of a GPU: does it fit?")
     parser.add_argument("--link_gbps", type=float, help="Gbit/s of a rank's link")
     parser.add_argument("--tflops", type=float, help="TFLOP/s that the kernels reach")
-    for name, kind in {"precision": str, "micro_batch_tokens": int, "global_batch_tokens": int}.items():
+    for name, kind in {
+        "precision": str,
+        "micro_batch_tokens": int,
+        "global_batch_tokens": int,
+    }.items():
         parser.add_argument(f"--{name}", type=kind, help="the script's")
     return parser.parse_known_args()
 

@@ -1,41 +1,51 @@
-"""Padding of a whole epoch, of both embedded corpora, bucketed and packed, also compiled.
+"""How well the batch plan fills its token budget, for both embedded corpora, and its own time.
 
-python bench/padding.py
+    python bench/padding.py [DOCUMENTS]
+
+Of an epoch: the share of positions that are padding, and of the token budget (micro-batches x
+--micro_batch_tokens) that holds tokens; in buckets, in multiples of 64, and packed. Then seconds to
+plan an epoch of so many documents of lognormal length (10,000,000 if none are given).
 """
 
-import itertools
-import sys
-from pathlib import Path
+import math
+import time
 
-import arguments
-import torch
+import numpy as np
+import shared
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import common  # noqa: E402
-import fsdp2_pretrain  # noqa: E402
-import fsdp2_sft  # noqa: E402
+import common
+import fsdp2_pretrain
+import fsdp2_sft
+
+PLANS = {
+    "bucketed": {},
+    "bucketed, multiples of 64": {"pad_to_multiple_of": 64},
+    "packed": {"batching": "packed"},
+}
 
 
-def padding(batches: common.Batches) -> float:
-    """Share of the positions of an epoch that hold no token."""
-    positions = 0
-    for number in range(batches.epoch_length):
-        rows, length = batches.shape(batches.micro_batch(number))
-        positions += rows * length
-    return 1 - batches.pieces.length.sum() / positions
+def fill(batches: common.Batches) -> tuple[float, float]:
+    """Padding of an epoch's positions, and how much of its token budget is filled."""
+    plan = batches.plan(0)
+    tokens = batches.rows.lengths[batches.chosen].sum()
+    positions = sum(math.prod(batches.shape(batches.chosen[rows])) for rows in plan)
+    return 1 - tokens / positions, tokens / (len(plan) * batches.micro_batch_tokens)
 
 
 def main() -> None:
-    arguments.read(__doc__)
-    cpu, chat = torch.device("cpu"), (fsdp2_sft.TEMPLATE, fsdp2_sft.TURN, fsdp2_sft.INSIDE)
-    for batching, compiled in itertools.product(("bucketed", "packed"), (False, True)):
-        text = fsdp2_pretrain.Config(batching=batching, compile=compiled)
-        talk = fsdp2_sft.Config(batching=batching, compile=compiled)
-        batches = {"stdlib": common.load_batches(text, cpu)[1]}
-        batches["stdlib-docstrings"] = common.load_conversations(talk, cpu, *chat)[1]
-        for name, made in batches.items():
-            kind = batching + (", compiled" if compiled else "")
-            print(f"{name}, {kind}: {100 * padding(made):.1f} % padding")
+    [documents] = shared.read(__doc__, documents=10**7)
+    print("| corpus | plan | padding | budget filled |\n| --- | --- | --- | --- |")
+    for script in (fsdp2_pretrain, fsdp2_sft):
+        for plan, flags in PLANS.items():
+            config = script.Config(**flags)
+            padding, filled = fill(shared.load_data(script, config).training)
+            print(f"| {config.dataset} | {plan} | {padding:.1%} | {filled:.1%} |")
+    rng = np.random.default_rng(0)
+    length = np.minimum(rng.lognormal(5.5, 1, documents).astype(np.int64) + 1, 2048)
+    for batching in ("bucketed", "packed"):
+        started = time.perf_counter()
+        common.plan_epoch(length, batching, 8192, 1, seed=0, epoch=0)
+        print(f"plan of {documents:,} documents, {batching}: {time.perf_counter() - started:.1f} s")
 
 
 if __name__ == "__main__":

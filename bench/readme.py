@@ -129,15 +129,15 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             ["learned = labels"],
         ),
         (
+            "The tokens of the template are new ids. A model that does not know them gets rows for "
+            "them, drawn with mean and covariance of the old rows.",
+            ["grow_vocabulary"],
+        ),
+        (
             "The data: the same batches, with labels of -100 on all that is not the assistant's. "
             "Nothing in the loop changes, since the loss is a sum over labels divided by their "
             "number in the whole global batch.",
-            ["chat_tokenizer(", "chat_rows, tokenizer", "pad_token_id", "rows.notes"],
-        ),
-        (
-            "The tokens of the template are new ids. A model that does not know them gets rows for "
-            "them, drawn with mean and covariance of the old rows.",
-            ["grow_vocabulary", "load_weights"],
+            ["chat_rows, tokenizer", "rows.notes"],
         ),
     ],
 }  # fmt: skip
@@ -170,8 +170,6 @@ def lesson(pair: tuple[str, str]) -> str:
 def default_of(field: dataclasses.Field, script: str) -> str:
     """A flag's default as it would be given on the command line."""
     value = field.default
-    if value is dataclasses.MISSING:  # a list
-        value = " ".join(map(str, field.default_factory())) or None
     word = str(value).lower() if isinstance(value, bool | None) else str(value)
     return f"`{word.replace(script, 'SCRIPT')}`"
 
@@ -181,7 +179,9 @@ def flags() -> str:
     lines = ["| flag | default | |", "| --- | --- | --- |"]
     scripts = ["fsdp2_pretrain", "fsdp1_pretrain", "ddp_pretrain", "fsdp2_sft"]
     configs = {script: importlib.import_module(script).Config for script in scripts}
-    fields = {script: {f.name: f for f in dataclasses.fields(configs[script])} for script in scripts}
+    fields = {
+        script: {f.name: f for f in dataclasses.fields(configs[script])} for script in scripts
+    }
     for name in dict.fromkeys(name for script in scripts for name in fields[script]):
         having = [script for script in scripts if name in fields[script]]
         by_default: dict[str, list[str]] = {}

@@ -7,8 +7,8 @@ import argparse
 import gc
 import importlib
 import os
-import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,12 +47,6 @@ def torchrun(ranks: int, *words: Any, python: str = sys.executable) -> list[str]
     """The command that launches so many ranks of a program on this machine."""
     command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return [*command, *map(str, words)]
-
-
-def train(ranks: int, script: str, **flags: Any) -> None:
-    """Run a script to its end, its words on the terminal."""
-    words = [word for name, value in flags.items() for word in (f"--{name}", value)]
-    subprocess.run(torchrun(ranks, f"{script}.py", *words), cwd=ROOT, check=True)
 
 
 def plotting() -> Any:
@@ -101,27 +95,25 @@ def script_and_config(docstring: str | None) -> tuple[Any, Any]:
 
 
 def load_data(script: Any, config: Any, kind: type | None = None) -> SimpleNamespace:
-    """`tokenizer`, `rows`, `training` and `validation`, the last two of class `kind`, and `shape`."""
+    """`tokenizer`, `rows`, `training` and `validation` (both of class `kind`), and `shape`."""
     import common
 
-    known = common.load_tokenizer(config.tokenizer)
     if hasattr(script, "chat_tokenizer"):
-        tokenizer = script.chat_tokenizer(config.tokenizer)
-        columns, function, padding = common.CONVERSATIONS, script.chat_rows, tokenizer.pad_token_id
+        tokenizer, _ = script.chat_tokenizer(config.tokenizer)
+        columns, function = common.CONVERSATIONS, script.chat_rows
     else:
-        tokenizer, columns, function = known, [config.text_column], common.text_rows
-        padding = tokenizer.eos_token_id
+        tokenizer = common.load_tokenizer(config.tokenizer)
+        columns, function = [config.text_column], common.text_rows
     place = config.dataset, config.dataset_config, config.dataset_split
     rows = common.load_rows(*place, columns, function, tokenizer, config.max_length)
     training, validation = (
         (kind or common.Batches)(
             rows, config.batching, config.max_length, config.micro_batch_tokens,
-            config.pad_to_multiple_of, padding, config.seed, chosen,
+            config.pad_to_multiple_of, tokenizer.eos_token_id, config.seed, chosen,
         )
         for chosen in rows.split()
     )  # fmt: skip
-    shape = script.architecture(config, len(known))
-    shape.vocab_size = max(shape.vocab_size, -(-len(tokenizer) // 64) * 64)
+    shape = script.architecture(config, len(tokenizer))
     return SimpleNamespace(**locals())
 
 
@@ -134,6 +126,7 @@ class Session:
     """
 
     def __init__(self, script: Any, config: Any, data: Any = None, kind: type | None = None):
+        import torch
         import torch.distributed as dist
 
         import common
@@ -141,7 +134,8 @@ class Session:
         self.script, self.config = script, config
         self.data = data or load_data(script, config, kind)
         if not dist.is_initialized():
-            Session.device = script.init_process_group(config)
+            script.init_process_group(config)
+        self.device = torch.device("cuda" if script.CUDA else "cpu")
         self.model, decayed = script.build_model(config, self.data.shape, self.device)
         self.optimizer = script.build_optimizer(self.model, decayed, config)
         self.state = script.State(self.model, self.optimizer)
@@ -160,6 +154,35 @@ class Session:
         """The mean loss of a step."""
         given = self.model, self.optimizer, batch, self.config, self.device, learning_rate
         return self.script.train_step(*given)[0]
+
+    def steps(self) -> Iterator[tuple[Any, float]]:
+        """The loop of `main` without validation and checkpoints: each step's batch and loss."""
+        import torch
+        import torch.distributed as dist
+
+        import common
+
+        config, rank, ranks = self.config, dist.get_rank(), dist.get_world_size()
+        run = common.Run(vars(config), self.data.shape, self.device, rank, ranks)
+        run.begin(None, 0)
+        batches, tokens = self.batches(0, config.steps), 0
+        for step in range(1, config.steps + 1):
+            started = time.perf_counter()
+            batch = next(batches)
+            waited = time.perf_counter() - started
+            torch.manual_seed(config.seed + step * ranks + rank)
+            learning_rate = self.script.learning_rate_at(step, config)
+            loss, grad_norm = self.script.train_step(
+                self.model, self.optimizer, batch, config, self.device, learning_rate
+            )
+            tokens += batch.labels
+            run.log_step(
+                batch, step=step, tokens=tokens, loss=loss, grad_norm=grad_norm,
+                learning_rate=learning_rate, data_seconds=waited,
+                step_seconds=time.perf_counter() - started,
+            )  # fmt: skip
+            run.should_stop()
+            yield batch, loss
 
     def close(self) -> None:
         """Drop the model and all that refers to it."""

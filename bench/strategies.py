@@ -14,12 +14,13 @@ width on 8 ranks, time in FLOPs. ranks: qwen2-0.5b, a micro-batch of 4,096 token
 import importlib
 import json
 import tempfile
-from pathlib import Path
 from typing import Any
 
 import shared
 from dry_run import GIB, MIB, Report, Watch, be_rank_0, dry_run
 from shared import ROOT, STRATEGIES, qwen2
+
+import common
 
 SHAPES = {  # Qwen2.5's
     "0.5B": qwen2(896, 4864, 24, 14, 2, 151936),
@@ -47,7 +48,7 @@ def traffic_table(ranks: int = 8) -> str:
     """Markdown; sizes in GB = 10^9 bytes, traffic as sent by each rank."""
     import fsdp2_pretrain
 
-    size = shared.common.ModelSize(
+    size = common.ModelSize(
         fsdp2_pretrain.architecture(fsdp2_pretrain.Config(model="qwen2-0.5b"), 50257)
     )
     gb, blocks_gb, share = size.parameters / 1e9, size.in_blocks / 1e9, (ranks - 1) / ranks
@@ -82,7 +83,9 @@ def traffic_table(ranks: int = 8) -> str:
 # --- Which script fits where ----------------------------------------------------------------------
 
 
-def report(strategy: str, model: str, vocabulary: int, ranks: int, watch=None, **own: Any) -> Report:
+def report(
+    strategy: str, model: str, vocabulary: int, ranks: int, watch=None, **own: Any
+) -> Report:
     """The dry run of a step of one micro-batch a rank: 2 rows of 2,048 tokens, bf16."""
     be_rank_0(ranks, 8)
     script = importlib.import_module(f"{strategy}_pretrain")

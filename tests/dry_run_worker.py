@@ -1,4 +1,4 @@
-"""Runs under torchrun: one real step of every strategy under the eyes of bench/dry_run.py.
+"""Runs under torchrun: a real step of every strategy under the eyes of bench/dry_run.py.
 
 Writes what rank 0 kept and issued to the JSON file given as its argument.
 """
@@ -11,34 +11,43 @@ import sys
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 import dry_run  # noqa: E402
-from worker import write_and_leave  # noqa: E402
+import shared  # noqa: E402
 
 import ddp_pretrain  # noqa: E402
 
 
 def really(script, config, vocabulary: int) -> dict:
     """As dry_run.dry_run, with numbers and other ranks."""
-    shape = dry_run.shape_of(script, config, vocabulary)
+    shape, batch = dry_run.shape_of(script, config, vocabulary), dry_run.batch_of(script, config)
     watch = dry_run.Watch()
-    batch = dry_run.batch_of(script, config)
+
+    def step(model, decayed) -> None:
+        optimizer = script.build_optimizer(model, decayed, config)
+        script.train_step(model, optimizer, batch, config, dry_run.CPU, 0.0)
+
     with watch:
         model, decayed = script.build_model(config, shape, dry_run.CPU)
-        first = script.build_optimizer(model, decayed, config)
-        for _ in range(2):  # DDP makes new buckets in its second step
-            script.train_step(model, first, batch, config, dry_run.CPU, 0.0)
-        del first
+        step(model, decayed)  # DDP makes new buckets in its second one
         gc.collect()
         with torch.profiler.profile() as profiler:
             kept = dry_run.observe(script, config, model, decayed, batch, watch)
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    places = [gradient.data_ptr() for gradient in gradients]
+    step(model, decayed)
     return {
         "kept": kept,
         "calls": [dataclasses.astuple(call) for call in watch.calls],
         "peak": sum(watch.peak.values()),
         "gloo": sum(event.name.startswith("gloo:") for event in profiler.events()),
+        "gradients": {
+            "left": len(gradients) / len([*model.parameters()]),
+            "stay": places == [p.grad.data_ptr() for p in model.parameters() if places],
+            "storages": len({gradient.untyped_storage().data_ptr() for gradient in gradients}),
+        },
     }
 
 
@@ -50,7 +59,9 @@ def main() -> None:
         script = importlib.import_module(name)
         seen[case] = really(script, script.Config(**flags), 320)
         gc.collect()
-    write_and_leave(out, seen)
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps(seen))
+    shared.leave()
 
 
 if __name__ == "__main__":

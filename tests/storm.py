@@ -20,10 +20,11 @@ from forked import join, start  # noqa: E402
 
 RANKS = 2
 PLACES = [  # calls while a checkpoint is written and published: how often on rank 0, on rank 1
-    ("Checkpoints.begin", 1, 0),
+    ("Checkpoints.write_now", 1, 1),
     ("torch.distributed.checkpoint.FileSystemWriter.write_data", 2, 2),
     ("torch.distributed.checkpoint.FileSystemWriter.finish", 1, 0),
-    ("sync", 12, 1),
+    ("sum_of", 9, 2),
+    ("os.sync", 2, 0),
     ("Path.rename", 2, 0),
     ("Checkpoints.remove_old", 1, 0),
     ("shutil.rmtree", 2, 0),

@@ -1,17 +1,14 @@
 """The scripts themselves under torchrun: same losses whatever the strategy and the world size."""
 
-import hashlib
-import importlib
 import json
 import math
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, RUN_FLAGS, SCRIPTS, Config, arguments, metrics
+from conftest import ROOT, RUN_FLAGS, SCRIPTS, arguments, metrics
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
@@ -72,15 +69,16 @@ def learning_rate(step: int, peak=0.01, least=4e-4, warmup=1) -> float:
 def test_plain_loop_in_one_process_gives_the_same_losses(
     run, texts, corpus, weights_directory, batching
 ):
-    """One document at a time through transformers' own forward: no padding, packing or ranks.
+    """One row at a time through transformers' own forward: no padding, packing or ranks.
 
-    Only which documents a step holds is asked of common.py; their tokens come from the texts.
+    Which rows a step holds is asked of common.py; that they are the documents is tested there.
     """
     directory = run("fsdp2_pretrain.py", 2, init_from=weights_directory, batching=batching)
-    config = Config(dataset=corpus, batching=batching)
-    documents = common.Documents(common.tokenize_corpus(config))
-    training, _ = common.split_by_content(documents.digest)
-    batches = common.Batches(documents, training, config, torch.device("cpu"), padding=256)
+    tokenizer = common.load_tokenizer("bytes")
+    rows = common.load_rows(corpus, None, "train", ["text"], common.text_rows, tokenizer, 512)
+    training, _ = rows.split()
+    batches = common.Batches(rows, batching, 512, 512, 1, 256, 0, training)
+    known = {text.encode() for text in texts}
 
     model = Qwen2ForCausalLM.from_pretrained(weights_directory, dtype=torch.float32)
     matrices = [p for n, p in model.named_parameters() if n.endswith("proj.weight")]
@@ -91,11 +89,11 @@ def test_plain_loop_in_one_process_gives_the_same_losses(
     for step in range(STEPS):
         total, labels = 0.0, 0
         for number in range(step * 8, step * 8 + 8):
-            for piece in batches.micro_batch(number):
-                document = batches.pieces.document[piece]
-                ids = torch.tensor([*texts[document].encode(), 256])
-                start, length = batches.pieces.start[piece], batches.pieces.length[piece]
-                ids = ids[start : start + length + 1]
+            for row in batches.micro_batch(number):
+                tokens, _ = rows.read(row)
+                whole = bytes(tokens[tokens < 256].astype(np.uint8))
+                assert any(whole in text for text in known)  # a piece of one of the documents
+                ids = torch.from_numpy(tokens.astype(np.int64))
                 logits = model(input_ids=ids[None, :-1]).logits[0]
                 loss = F.cross_entropy(logits, ids[1:], reduction="sum")
                 loss.backward()
@@ -157,10 +155,8 @@ def test_exported_model_has_the_validation_loss_in_plain_transformers(
     tokenizer = AutoTokenizer.from_pretrained(directory / "hf")
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 256
 
-    def digest(text: str) -> int:
-        return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-
-    held_out = sorted(texts, key=digest)[: len(texts) // 50]
+    held_out = sorted(texts, key=lambda text: int(common.fingerprint(text)[:16], 16))
+    held_out = held_out[: len(texts) // 50]
     nats, labels = 0.0, 0
     with torch.no_grad():
         for text in held_out:
@@ -206,33 +202,3 @@ def test_one_process_without_torchrun_and_wandb_offline(corpus, shape_directory,
     content = log.read_bytes()
     for key in (b"validation_bits_per_byte", b"grad_norm"):
         assert key in content
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_checkpoint_holds_a_tied_tensor_once(run, shape_directory, script):
-    """FSDP1's state would add the head, as a stale copy."""
-    from torch.distributed.checkpoint import FileSystemReader
-
-    [path, *_] = common.complete_checkpoints(run(script, 2, model=shape_directory))
-    path = path / "model" if (path / "model").exists() else path
-    names = FileSystemReader(path).read_metadata().state_dict_metadata
-    assert any(name.endswith("embed_tokens.weight") for name in names)
-    assert not any("lm_head" in name for name in names)
-
-
-@pytest.mark.parametrize("name", [*SCRIPTS, "fsdp2_sft.py"])
-def test_all_ranks_load_the_trees_in_one_order(name, tmp_path, monkeypatch):
-    """Each load is a collective; the order of a set of strings differs from process to process."""
-    script = importlib.import_module(name.removesuffix(".py"))
-    trees = {f"tree {i}": {} for i in range(8)}  # so many that chance hardly sorts them
-    (tmp_path / "model").mkdir()
-    loaded = []
-    monkeypatch.setattr(
-        script.dcp, "load", lambda tree, checkpoint_id: loaded.append(checkpoint_id)
-    )
-    state = SimpleNamespace(
-        state_dict=lambda: trees | {"progress": {}}, load_state_dict=lambda _: None,
-        optimizer=SimpleNamespace(param_groups=[{}]),
-    )  # fmt: skip
-    script.load_checkpoint(state, script.Config(), tmp_path)
-    assert loaded == [tmp_path / tree for tree in sorted(trees)]

@@ -1,13 +1,11 @@
 """What a user can get wrong ends in one clear line, exit code 2, and no hang."""
 
 import re
-import subprocess
-import sys
 import time
 
 import pytest
-from conftest import ROOT, SMALL, arguments, launch, metrics, small_shape, torchrun
-from transformers import BloomConfig
+from conftest import SMALL, arguments, launch, small_shape, torchrun
+from transformers import BloomConfig, Gemma2Config
 
 BASE = {**SMALL, "steps": 2, "eval_every": 2}
 
@@ -16,7 +14,8 @@ START = {"init_from": "WEIGHTS", "tokenizer": "bytes"}
 # Name -> flags beside the good ones, and what the error line must hold. FOLDER and WEIGHTS are
 # replaced; "script" is not a flag but the script, fsdp2_pretrain if not given.
 CASES = {
-    "unknown flag": ({"learning_rat": 1}, "unknown flag --learning_rat"),
+    "unknown flag": ({"learning_rat": 1}, "unknown flag or word --learning_rat"),
+    "unquoted glob": ({"dataset": ["a.jsonl", "b.jsonl"]}, "word b.jsonl; .*a glob needs quotes"),
     "not a number": ({"steps": "many"}, "--steps: invalid int value: 'many'"),
     "not a choice": ({"batching": "sorted"}, "--batching: invalid choice: 'sorted'"),
     "not a strategy": (
@@ -25,80 +24,59 @@ CASES = {
     ),
     "other script's flag": (
         {"cpu_offload": "true", "script": "ddp_pretrain"},
-        "unknown flag --cpu_offload",
+        "unknown flag or word --cpu_offload",
     ),
-    "no steps": ({"steps": -1}, "--steps -1 must not be negative"),
-    "no time": ({"timeout_minutes": 0}, "--timeout_minutes 0.0 must be above 0"),
-    "no checkpoint": ({"resume": "FOLDER"}, "neither auto, never nor a checkpoint"),
-    "falling edges": ({"bucket_edges": [128, 64]}, "--bucket_edges .* must increase"),
-    "edge zero": ({"bucket_edges": [0, 64]}, "--bucket_edges .* at least 1"),
-    "late auto": ({"bucket_edges": [64, "auto"]}, "--bucket_edges auto stands alone or before"),
-    "no edge": ({"bucket_edges": ["many"]}, "--bucket_edges.* invalid RowLength value: 'many'"),
-    "long edge": ({"bucket_edges": [64, 1024]}, "--micro_batch_tokens 512 .* 1024"),
-    "indivisible": ({"global_batch_tokens": 1000}, "512 or 1024 would be"),
+    "no steps": ({"steps": -1}, "--steps -1: .*greater than or equal to 0"),
+    "too many steps": ({"steps": 10**8}, "--steps 100000000: .*less than 100000000"),
+    "no time": ({"timeout_minutes": 0}, "--timeout_minutes 0.0: .*greater than 0"),
+    "no checkpoint": ({"resume": "FOLDER"}, "no undamaged checkpoint to go on from"),
+    "negative length": ({"max_length": -5}, "--max_length -5: .*greater than 0"),
+    "long rows": ({"max_length": 1024}, "--micro_batch_tokens cannot hold a row of --max_length"),
+    "long when padded": ({"max_length": 500, "pad_to_multiple_of": 300}, "cannot hold a row"),
+    "indivisible": ({"global_batch_tokens": 1000}, "no multiple of 512 .*; 1024 would be"),
     "too small": ({"global_batch_tokens": 100}, "; 512 would be"),
-    "rates": ({"min_learning_rate": 1}, "--min_learning_rate 1.0 is above --learning_rate"),
-    "negative": ({"weight_decay": -1}, "--weight_decay -1.0 must not be negative"),
-    "fraction": ({"activation_checkpointing": 1.5}, "neither none, full"),
-    "word": ({"activation_checkpointing": "half"}, "neither none, full"),
+    "negative size": ({"micro_batch_tokens": -512}, "--micro_batch_tokens -512: .*greater than 0"),
+    "rates": ({"min_learning_rate": 1}, "--min_learning_rate is above --learning_rate"),
+    "negative": ({"weight_decay": -1}, "--weight_decay -1.0: .*greater than or equal to 0"),
+    "nan clip": ({"grad_clip": "nan"}, "--grad_clip nan: "),
+    "nan decay": ({"weight_decay": "nan"}, "--weight_decay nan: "),
+    "nan rate": ({"min_learning_rate": "nan"}, "--min_learning_rate nan: "),
+    "infinite rate": ({"learning_rate": "inf"}, "--learning_rate inf: .*finite"),
+    "large seed": ({"seed": 2**64}, "--seed 18446744073709551616: .*less than"),
+    "fraction": ({"activation_checkpointing": 1.5}, "--activation_checkpointing 1.5: .*pattern"),
+    "word": ({"activation_checkpointing": "half"}, "none.full.selective"),
+    "trace": ({"trace_steps": [2, 1]}, "--trace_steps"),
     "replicas": ({"dp_replicate": 3}, "--dp_replicate 3 does not divide"),
-    "no replicas": ({"dp_replicate": 0}, "--dp_replicate 0 does not divide"),
-    "missing file": ({"dataset": "FOLDER/no.jsonl"}, "no.jsonl: no such file"),
-    "missing glob": ({"dataset": "FOLDER/no*.parquet"}, "no such file"),
+    "missing file": ({"dataset": "FOLDER/no.jsonl"}, "no.jsonl cannot be read: .*no.jsonl"),
+    "missing glob": ({"dataset": "FOLDER/no*.parquet"}, "no.*parquet cannot be read: ."),
     "missing hub dataset": ({"dataset": "nobody/nothing"}, "nobody/nothing cannot be read"),
     "missing split": ({"dataset_split": "dev"}, "cannot be read: .*dev"),
-    "empty file": ({"dataset": "FOLDER/empty.jsonl"}, "empty.jsonl"),
-    "no text": ({"dataset": "FOLDER/blank.txt"}, "holds no text"),
-    "one document": ({"dataset": "FOLDER/one.txt"}, "a second document .* is needed"),
-    "numbers": ({"dataset": "FOLDER/numbers.jsonl"}, "--text_column text holds"),
-    "no conversations": (
-        {"script": "fsdp2_sft"},
-        "its columns are text; conversations are looked for in messages, in conversations, or in",
-    ),
-    "rows that do not fit": (
-        START
-        | {"script": "fsdp2_sft", "dataset": "FOLDER/talk.jsonl", "model": "FOLDER/fewer_rows"},
-        "a vocabulary of 320 rows does not fit the 257 ids of --tokenizer and the 300 rows",
-    ),
+    "empty file": ({"dataset": "FOLDER/empty.jsonl"}, "empty.jsonl cannot be read: nothing is there"),
+    "invalid UTF-8": ({"dataset": "FOLDER/latin.jsonl"}, "latin.jsonl cannot be read: .*utf-8"),
+    "no text": ({"dataset": "FOLDER/blank.txt"}, "fewer than two documents"),
+    "one document": ({"dataset": "FOLDER/one.txt"}, "fewer than two documents"),
+    "numbers": ({"dataset": "FOLDER/numbers.jsonl"}, "fewer than two documents"),
+    "no conversations": ({"script": "fsdp2_sft"}, "has no column messages or .*only .*text"),
     "broken json": ({"dataset": "FOLDER/broken.jsonl"}, "cannot be read"),
     "broken parquet": ({"dataset": "FOLDER/broken.parquet"}, "cannot be read"),
-    "missing column": ({"text_column": "body"}, "--text_column body: .* only text"),
-    "tokenizer": ({"tokenizer": "gpt9"}, "tokenizer gpt9 .*is neither bytes"),
+    "missing column": ({"text_column": "body"}, "has no column body, only .*text"),
+    "tokenizer": ({"tokenizer": "gpt9"}, "tokenizer gpt9 is neither bytes"),
     "no network": ({"tokenizer": "o200k_base"}, "TIKTOKEN_CACHE_DIR"),
     "large tokenizer": (
         {"model": "FOLDER/few_ids"},
-        "--tokenizer bytes has 257 ids, .* vocabulary of .*few_ids, 256",
+        "--tokenizer has 257 ids, --model .*few_ids only 256",
     ),
-    "model": ({"model": "gigantic"}, "model gigantic .*is neither tiny"),
-    "short model": (
-        {"model": "FOLDER/short"},
-        "--bucket_edges 512 exceeds max_position_embeddings 256",
-    ),
+    "model": ({"model": "gigantic"}, "model gigantic is neither tiny"),
+    "short model": ({"model": "FOLDER/short"}, "--max_length 512 exceeds max_position_embeddings"),
     "attention without our mask": ({"model": "FOLDER/bloom"}, "cannot be kept within documents"),
-    "fsdp1 in bf16": (
-        {"compile": "true", "precision": "bf16", "script": "fsdp1_pretrain"},
-        "FSDP1 in bf16 cannot accumulate gradients",
-    ),
-    "compiles nothing": (
-        {"compile": "true", "batching": "packed", "activation_checkpointing": "full"},
-        "compiles nothing",
-    ),
-    "sliding window": ({"model": "FOLDER/window"}, "exceeds sliding_window 128"),
-    "no weights": (
-        {"init_from": "FOLDER/shallow"},
-        "neither a checkpoint nor config.json and .*safetensors in it",
-    ),
-    "no directory": ({"init_from": "no/where"}, "no/where .*--init_from"),
-    "missing weights": (
-        START | {"model": "FOLDER/deep"},
-        "lack model.layers.4.*and 19 more",
-    ),
-    "unexpected weights": (START, "also hold model.layers.2.*and 19 more"),
-    "mis-shaped weights": (
-        START | {"model": "FOLDER/narrow"},
-        r"another shape model.embed_tokens.weight \[320, 32\] instead of \[320, 16\]",
-    ),
-    "run_dir is a file": ({"run_dir": "FOLDER/file"}, "cannot be written: .*exists"),
+    "sliding window": ({"model": "FOLDER/window"}, "exceeds sliding_window"),
+    "soft caps": ({"model": "FOLDER/capped"}, "its final_logit_softcapping is not supported"),
+    "no weights": ({"init_from": "FOLDER/shallow"}, "no config.json and .*safetensors in it"),
+    "no directory": ({"init_from": "no/where"}, "--init_from no/where is neither here nor"),
+    "missing weights": (START | {"model": "FOLDER/deep"}, "[Mm]issing key.* model.layers.4"),
+    "unexpected weights": (START, "also hold model.layers.2.* .24 too many"),
+    "mis-shaped weights": (START | {"model": "FOLDER/narrow"}, "[Ss]ize mismatch"),
+    "run_dir is a file": ({"run_dir": "FOLDER/file"}, "cannot be written.*exists"),
     "run_dir under a file": ({"run_dir": "FOLDER/file/run"}, "cannot be written"),
     "read-only run_dir": ({"run_dir": "/proc/run"}, "cannot be written"),
 }
@@ -113,16 +91,24 @@ def commands(tmp_path_factory, corpus, weights_directory) -> dict[str, tuple[str
         "blank.txt": "\n\n\n",
         "one.txt": "one document\n",
         "numbers.jsonl": '{"text": 1}\n{"text": 2}\n',
-        "talk.jsonl": '{"prompt": "a", "completion": "b"}\n{"prompt": "c", "completion": "d"}\n',
         "broken.jsonl": '{"text": "a"}\n{"text": \n',
         "broken.parquet": "this is no parquet file",
         "file": "a file where a directory should be",
     }
     for name, content in files.items():
         (folder / name).write_text(content)
+    (folder / "latin.jsonl").write_bytes(b'{"text": "caf\xe9"}\n{"text": "b"}\n')
+    Gemma2Config(
+        vocab_size=320,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        sliding_window=4096,
+    ).save_pretrained(folder / "capped")
     for name, change in {
         "few_ids": {"vocab_size": 256},
-        "fewer_rows": {"vocab_size": 300},
         "short": {"max_position_embeddings": 256},
         "window": {"sliding_window": 128, "use_sliding_window": True},
         "narrow": {"hidden_size": 16},
@@ -155,7 +141,7 @@ def test_bad_input_is_one_line_and_exit_code_2(commands, name, monkeypatch, tmp_
     assert re.search(CASES[name][1], line), line
 
 
-@pytest.mark.parametrize("name", ["unknown flag", "missing column", "missing weights", "replicas"])
+@pytest.mark.parametrize("name", ["unknown flag", "missing column", "missing weights"])
 def test_under_torchrun_it_is_said_once_and_ends_within_30_seconds(commands, name):
     script, flags = commands[name]
     began = time.monotonic()
@@ -165,58 +151,4 @@ def test_under_torchrun_it_is_said_once_and_ends_within_30_seconds(commands, nam
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == 1, done.stderr
     assert "exitcode  : 2" in done.stderr
-    assert " failed:" not in done.stderr  # no traceback of ours
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 200 KiB."""
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(tmp_path)], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("mounting a small tmpfs is not allowed here")
-    yield tmp_path
-    subprocess.run(["umount", str(tmp_path)], check=True)
-
-
-def test_no_space_for_the_weights_is_said_before_training(small_disk, corpus):
-    words = arguments(BASE | {"dataset": corpus, "run_dir": small_disk / "run"})
-    done = subprocess.run(
-        [sys.executable, "fsdp2_pretrain.py", *words], cwd=ROOT, capture_output=True, text=True
-    )
-    assert done.returncode == 2
-    assert "MiB left" in done.stderr and len(done.stderr.splitlines()) == 1
-
-
-def test_compile_without_a_compiler_is_refused(corpus, tmp_path):
-    words = arguments(BASE | {"dataset": corpus, "run_dir": tmp_path, "compile": "true"})
-    done = subprocess.run(
-        [sys.executable, "ddp_pretrain.py", *words],
-        cwd=ROOT,
-        env={"PATH": str(tmp_path), "HOME": str(tmp_path)},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2, done.stderr
-    assert "--compile needs a C++ compiler" in done.stderr
-
-
-def test_diverging_run_skips_steps_then_ends_naming_step_and_causes(corpus, tmp_path):
-    """Weights of infinity: every loss is NaN, on all ranks alike."""
-    import torch
-    from transformers import Qwen2ForCausalLM
-
-    model = Qwen2ForCausalLM(small_shape())
-    model.model.norm.weight.data.fill_(torch.inf)
-    model.save_pretrained(tmp_path / "weights")
-    flags = BASE | {"dataset": corpus, "run_dir": tmp_path / "run", "steps": 20, "eval_every": 20}
-    flags |= {"init_from": tmp_path / "weights", "tokenizer": "bytes"}
-    done = launch(2, "fsdp2_pretrain.py", flags)
-    assert done.returncode == 1
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert "five steps in a row, up to step 5" in line and "--learning_rate" in line
-    training, _ = metrics(tmp_path / "run")
-    assert [line["skipped_steps"] for line in training] == [1, 2, 3, 4, 5]
-    assert training[0]["loss"] is None
-    assert done.stdout.count("skipped: loss nan") == 5
+    assert "common.py" not in done.stderr  # no traceback of ours

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 import subprocess
 import sys
 import threading
@@ -60,19 +61,13 @@ def batches(corpus):
     return make
 
 
-@pytest.fixture
-def refused(capsys):
-    """A function: the one line on stderr with which a call is refused."""
-
-    def call(function, *arguments) -> str:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as end:
-            function(*arguments)
-        [line] = capsys.readouterr().err.splitlines()
-        assert end.value.code == 2 and line.startswith("error: ")
-        return line
-
-    return call
+def refused(function, *arguments) -> str:
+    """The one line on stderr with which a call is refused."""
+    with pytest.raises(SystemExit) as end:
+        function(*arguments)
+    line = str(end.value)
+    assert end.value.status == 2 and line.startswith("error: ") and "\n" not in line
+    return line
 
 
 # --- Tokenizers -----------------------------------------------------------------------------------
@@ -111,7 +106,7 @@ def test_tokenizer_and_its_export_give_the_ids_of_tiktoken(name, request, tmp_pa
         assert (len(tokenizer), tokenizer.eos_token_id) == (encoding.n_vocab, encoding.eot_token)
 
 
-def test_tokenizers_that_cannot_train_or_were_left_cutting(tmp_path, refused):
+def test_tokenizers_that_cannot_train_or_were_left_cutting(tmp_path):
     """Without an end token: refused. Truncation and padding that a trainer left are taken off."""
     tokenizer = common.to_transformers(common.tiktoken_encoding("bytes"))
     tokenizer.backend_tokenizer.enable_truncation(16)
@@ -210,18 +205,14 @@ def test_local_files(tmp_path, texts, form):
         ("a folder of nothing", None, "a folder of nothing"),
     ],
 )
-def test_a_corpus_that_cannot_be_read_is_refused_in_one_line(
-    name, content, words, tmp_path, refused
-):
-    import re
-
+def test_a_corpus_that_cannot_be_read_is_refused_in_one_line(name, content, words, tmp_path):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     line = refused(rows_of, tmp_path / name)
     assert name in line and re.search(words, line) and "StopIteration" not in line
 
 
-def test_what_is_no_text_is_left_out_and_counted(tmp_path, refused):
+def test_what_is_no_text_is_left_out_and_counted(tmp_path):
     """Null and empty texts leave the rest; numbers instead of text leave nothing, which is said."""
     path = tmp_path / "some.jsonl"
     path.write_text("".join(json.dumps({"text": t}) + "\n" for t in ["one", None, "", "two"]))
@@ -329,7 +320,7 @@ def test_what_changes_rows_changes_the_key_of_the_cache(tmp_path, corpus, texts)
     assert rows_of(corpus, max_length=100).lengths.max() == 100
 
 
-def test_split_never_overlaps_and_is_stable(refused):
+def test_split_never_overlaps_and_is_stable():
     def split(digest: np.ndarray, labels: np.ndarray):
         rows = object.__new__(common.Rows)
         rows.digest, rows.labels, rows.notes = digest, labels, {}

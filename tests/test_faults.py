@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, SCRIPTS, SMALL, arguments, launch, metrics, torchrun
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from conftest import ROOT, SCRIPTS, SMALL, arguments, launch, metrics, small_shape, torchrun
+from transformers import Qwen2ForCausalLM
 
 import common  # conftest has put it on the path
 
@@ -35,13 +35,19 @@ def faulty(ranks: int, faults: list[dict], flags: dict, script: str = "fsdp2_pre
 
 
 def faulty_under_torchrun(faults: list[dict], flags: dict, *options: str):
-    """The same under torchrun itself, which restarts ranks and holds the store they report to."""
+    """The same under torchrun itself, which restarts ranks and holds the store they meet at."""
     words = ["tests/faults.py", "fsdp2_pretrain", json.dumps(faults), *arguments(flags)]
     return torchrun(2, *options, *words)
 
 
 def kept(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file below a folder, with its time and content."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(f.relative_to(folder)): (f.stat().st_mtime_ns, f.read_bytes()) for f in files}
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -76,22 +82,19 @@ def copied(whole, tmp_path) -> Path:
 
 
 def test_signals_in_every_phase_lose_nothing(flags, whole, tmp_path):
-    """Start-up, a step, a validation, a checkpoint: one after the other in one run."""
+    """A step, a validation, a checkpoint: one after the other in one run."""
     flags = flags | {"run_dir": tmp_path}
     phases = [
-        ({"call": "load_batches", "do": "terminate"}, None),
         ({"call": "Run.log_step", "number": 3, "rank": 1, "do": "interrupt twice"}, 3),
-        ({"call": "Run.log_validation", "rank": 0, "do": "terminate"}, 4),
-        ({"call": "Checkpoints.publish", "rank": 0, "do": "interrupt twice"}, 6),
+        ({"call": "Run.log_validation", "rank": 0, "do": "terminate"}, 5),  # of step 4
+        ({"call": "Checkpoints.complete", "rank": 0, "do": "interrupt twice"}, 7),  # of step 6
     ]
     for fault, step in phases:
         done = faulty(2, [fault], flags)
         assert (done.returncode, done.stderr) == (0, ""), fault
         last = done.stdout.splitlines()[-1]
-        if step is None:
-            assert last == "stopped before the first step; the same command starts again"
-            continue
-        assert last.startswith(f"stopped after step {step} of 8, saved in {tmp_path}/checkpoints")
+        there = f"{tmp_path}/checkpoints/step_0000000{step}"
+        assert last.startswith(f"stopped after step {step} of 8, saved in {there}")
         assert last.endswith("; the same command goes on from there")
         assert kept(tmp_path)[-1] == f"step_0000000{step}"
         assert not (tmp_path / "hf").exists()
@@ -101,8 +104,15 @@ def test_signals_in_every_phase_lose_nothing(flags, whole, tmp_path):
     assert metrics(tmp_path)[1] == metrics(whole)[1]
 
     again = launch(2, "fsdp2_pretrain.py", flags)
-    assert again.returncode == 0 and "nothing to do" in again.stdout
-    assert losses(tmp_path) == losses(whole)
+    assert again.returncode == 0 and "going on from" in again.stdout
+    assert losses(tmp_path) == losses(whole) and same(tmp_path, whole)
+
+
+def test_a_signal_before_the_first_step_ends_the_run_and_leaves_nothing(flags, tmp_path):
+    fault = {"call": "load_rows", "do": "terminate"}
+    done = faulty(0, [fault], flags | {"run_dir": tmp_path / "run"})
+    assert done.returncode == -signal.SIGTERM
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -141,13 +151,14 @@ def wait_for_steps(run_dir: Path, number: int) -> None:
 # --- Dead, failing and stalled ranks --------------------------------------------------------------
 
 
-def test_torchrun_restarts_go_on_from_the_newest_checkpoint(flags, whole, tmp_path):
+def test_torchrun_restarts_go_on_from_the_newest_checkpoint(flags, whole, tmp_path, monkeypatch):
     """Even with --resume never: only the first start is a fresh one."""
     faults = [
         {"call": "Run.log_step", "number": 5, "rank": 1, "restart": 0, "do": "kill"},
         {"call": "Run.log_step", "number": 3, "rank": 0, "restart": 1, "do": "raise"},
     ]
     flags = flags | {"run_dir": tmp_path, "resume": "never"}
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # as docs/runs.md has it
     done = faulty_under_torchrun(faults, flags, "--max-restarts=3")
     assert done.returncode == 0, done.stderr
     assert "ValueError: a fault on purpose" in done.stderr
@@ -159,41 +170,74 @@ def test_a_rank_that_fails_speaks_alone(flags, tmp_path):
     started = time.monotonic()
     done = faulty(2, [fault], flags | {"run_dir": tmp_path})
     assert done.returncode == 1 and time.monotonic() - started < 60
-    assert "rank 1 failed:\nTraceback" in done.stderr
+    assert done.stderr.count("Traceback") == 1
     assert "ValueError: a fault on purpose" in done.stderr
-    assert "rank 0 failed" not in done.stderr
 
 
 @pytest.mark.parametrize(
-    "script",
+    "script, late, own",
     [
-        "fsdp2_pretrain",
-        pytest.param("ddp_pretrain", marks=pytest.mark.drill),
-        pytest.param("fsdp1_pretrain", marks=pytest.mark.drill),
+        ("fsdp2_pretrain", 1, {"dp_replicate": 2}),
+        pytest.param("ddp_pretrain", 0, {}, marks=pytest.mark.drill),
+        pytest.param("fsdp1_pretrain", 1, {}, marks=pytest.mark.drill),
     ],
 )
-def test_a_stalled_rank_is_named(flags, tmp_path, script):
+def test_a_stalled_rank_ends_the_run_in_time(flags, tmp_path, script, late, own):
     """It stops in the middle of step 3, between its two micro-batches."""
-    fault = {"call": "to_device", "number": 6, "rank": 1, "do": "sleep"}
-    flags = flags | {"run_dir": tmp_path, "timeout_minutes": 0.1}
+    fault = {"call": "to_device", "number": 6, "rank": late, "do": "sleep"}
+    began = time.monotonic()
+    flags = flags | {"run_dir": tmp_path, "timeout_minutes": 0.1} | own
     done = faulty(2, [fault], flags, script)
-    assert done.returncode == 1
-    assert "error: step 3 stalled for 0.1 minutes: rank 1 did not arrive" in done.stderr
-    assert "rank 1 is late; it stands here" in done.stderr and "faults.py" in done.stderr
-    recorded = [
-        json.loads((tmp_path / f"stalled_rank_{rank}.json").read_text())["entries"]
-        for rank in range(2)
-    ]
-    assert len(recorded[1]) < len(recorded[0])
-    assert not recorded[0][-1]["retired"]  # what rank 0 waits for
+    assert done.returncode == 1 and time.monotonic() - began < 66
+    assert re.search("[Tt]imed out waiting (6|12)000ms", done.stderr), done.stderr
+    assert len(losses(tmp_path)) == 2
 
 
 @pytest.mark.drill  # torchrun waits 30 seconds for the frozen one
-def test_a_frozen_rank_is_named_by_the_others(flags, tmp_path):
+@pytest.mark.parametrize("share", ["0", "1"])
+def test_a_frozen_rank_0_ends_the_run_in_time(flags, tmp_path, monkeypatch, share):
+    """Also where rank 0 itself holds the store, as in docs/runs.md for several nodes."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", share)
     fault = {"call": "Run.log_step", "number": 3, "rank": 0, "do": "freeze"}
-    done = faulty_under_torchrun([fault], flags | {"run_dir": tmp_path, "timeout_minutes": 0.1})
-    assert done.returncode == 1
-    assert re.search("error: step [34] stalled .*: rank 0 did not arrive", done.stderr)
+    began = time.monotonic()
+    done = faulty_under_torchrun([fault], flags | {"run_dir": tmp_path, "timeout_minutes": 0.2})
+    assert done.returncode == 1 and time.monotonic() - began < 90
+
+
+def ranks_of(launcher: subprocess.Popen) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(launcher.pid)], capture_output=True, text=True)
+    return [int(number) for number in found.stdout.split()]
+
+
+def wait_until(condition: Callable, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} seconds"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("moment", ["importing", "training"])
+def test_ranks_without_a_launcher_end_within_a_minute(flags, tmp_path, moment):
+    """torchrun is killed; ranks that train save first."""
+    words = arguments(flags | {"run_dir": tmp_path, "steps": 100_000, "checkpoint_every": 10**6})
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    with open(tmp_path / "out.txt", "w") as out:
+        launcher = subprocess.Popen(
+            [*command, "ddp_pretrain.py", *words], cwd=ROOT, stdout=out, stderr=out
+        )
+        wait_until(lambda: len(ranks_of(launcher)) == 2, 30)
+        ranks = ranks_of(launcher)
+        if moment == "training":
+            wait_for_steps(tmp_path, 3)
+        launcher.kill()
+        launcher.wait()
+    wait_until(lambda: not any(Path(f"/proc/{rank}/exe").exists() for rank in ranks), 60)
+    said = (tmp_path / "out.txt").read_text()
+    if moment == "training":
+        step = metrics(tmp_path)[0][-1]["step"]
+        assert kept(tmp_path) == [f"step_{step:08d}"] and f"stopped after step {step}" in said
+    else:
+        assert "the launcher of this rank has died" in said
 
 
 def test_two_runs_in_one_directory(flags, tmp_path):
@@ -205,7 +249,7 @@ def test_two_runs_in_one_directory(flags, tmp_path):
         wait_for_steps(tmp_path, 1)
         second = launch(1, "ddp_pretrain.py", flags | {"run_dir": tmp_path})
         assert second.returncode == 1
-        assert f"error: --run_dir {tmp_path} is in use by another run" in second.stderr
+        assert f"error: --run_dir {tmp_path} cannot be written or is in use" in second.stderr
         assert len(losses(tmp_path)) == 1
     finally:
         first.kill()
@@ -217,30 +261,32 @@ def test_two_runs_in_one_directory(flags, tmp_path):
 
 @pytest.mark.parametrize("background, full", [("false", True), ("true", True), ("true", False)])
 def test_a_disk_that_cannot_be_written(flags, tmp_path, background, full):
-    """Full for the shards of rank 1; or read-only, as rank 0 syncs the second checkpoint."""
+    """Full for the shards of rank 1; or broken, as rank 0 sums up the second checkpoint."""
     fault = {"call": "Run.log_validation", "rank": 1, "do": "limit file size"}
     if not full:
-        fault = {"call": "Checkpoints.synced_sum", "number": 14, "rank": 0, "do": "read only"}
+        fault = {"call": "sum_of", "number": 10, "rank": 0, "do": "read only"}
     flags = flags | {"run_dir": tmp_path, "async_checkpoint": background}
-    flags |= {"global_batch_tokens": 32768}  # steps that take longer than a checkpoint
     done = faulty(2, [fault], flags)
     assert done.returncode == 1
-    assert len(losses(tmp_path)) < 6  # the run ends before the next checkpoint is due
+    assert len(losses(tmp_path)) <= 6  # the run ends when the next checkpoint is due, if not before
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "failed:\nTraceback" not in done.stderr
+    assert len(errors) == 1 and "Traceback" not in done.stderr, done.stderr
     assert f"error: cannot write {tmp_path}/checkpoints/step_00000004" in errors[0]
-    assert f"{tmp_path}/checkpoints/step_00000002 is intact" in errors[0]
-    assert kept(tmp_path) == ["step_00000002"]
+    assert f"({tmp_path}/checkpoints/step_00000002 is intact)" in errors[0]
+    assert [name for name in kept(tmp_path) if not name.endswith(".tmp")] == ["step_00000002"]
+    assert common.damage(tmp_path / "checkpoints/step_00000002") is None
 
 
 def test_a_full_disk_at_the_end_keeps_the_last_checkpoint(flags, whole, tmp_path):
-    fault = {"call": "Run.close", "rank": 0, "do": "limit file size"}
+    fault = {"call": "Run.finish", "rank": 0, "do": "limit file size"}
     flags = flags | {"run_dir": tmp_path}
     done = faulty(2, [fault], flags)
-    assert done.returncode == 1 and "failed:\nTraceback" not in done.stderr
-    assert f"error: cannot write {tmp_path}/hf: " in done.stderr
-    assert kept(tmp_path)[-1] == "step_00000008"
-    assert not [*tmp_path.glob("hf*")]
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    assert (
+        f"error: cannot write {tmp_path}/hf ({tmp_path}/checkpoints/step_00000008 is intact)"
+        in (done.stderr)
+    )
+    assert not (tmp_path / "hf").exists()
     done = launch(2, "fsdp2_pretrain.py", flags)
     assert (done.returncode, done.stderr) == (0, "")
     assert same(tmp_path, whole)
@@ -262,7 +308,7 @@ def harm(checkpoint: Path, name: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["missing", "truncated", "flipped"])
 @pytest.mark.parametrize(
-    "name", ["__1_0.distcp", ".metadata", "checkpoint.json", "SHA256SUMS", "tokenizer.json"]
+    "name", ["__1_0.distcp", ".metadata", "checkpoint.json", "config.json", "tokenizer.json"]
 )
 def test_damage_is_noticed(copied, name, how):
     path = copied / "checkpoints/step_00000006"
@@ -277,7 +323,7 @@ def test_auto_takes_the_newest_undamaged_checkpoint(flags, whole, copied):
     (copied / "checkpoints/step_00000007.tmp").mkdir()
     done = launch(2, "fsdp2_pretrain.py", flags | {"run_dir": copied})
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"{newest} is damaged (model/__0_0.distcp is damaged)" in done.stdout
+    assert f"{newest} is damaged or no checkpoint: model/__0_0.distcp" in done.stdout
     assert losses(copied) == losses(whole) and same(copied, whole)
     assert kept(copied) == ["step_00000004", "step_00000006", "step_00000008"]
 
@@ -290,24 +336,105 @@ def test_what_a_resume_refuses(flags, texts, copied, tmp_path):
     other.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[1:]))
     flags = flags | {"resume": newest, "run_dir": tmp_path / "new"}
     cases = [
-        ({"resume": harmed}, "the checkpoint is damaged, .*__1_0.distcp is damaged"),
-        ({"resume": tmp_path}, "neither auto, never nor a checkpoint"),
+        ({"resume": harmed}, "no undamaged checkpoint to go on from"),
+        ({"resume": tmp_path}, "no undamaged checkpoint to go on from"),
         ({"dataset": other}, f"--dataset {flags['dataset']} \\(now {other}\\)"),
         ({"model": "tiny"}, f"--model {flags['model']} \\(now tiny\\)"),
         (
             {"seed": 5, "batching": "packed"},
             "--batching bucketed \\(now packed\\), --seed 0 .now 5",
         ),
+        ({"max_length": 256}, "--max_length 512 \\(now 256\\)"),
         ({"global_batch_tokens": 4096}, "--global_batch_tokens 2048 \\(now 4096\\)"),
-        ({"tokenizer": newest / "hf"}, f"--tokenizer bytes \\(now {newest}/hf\\)"),
+        (
+            {"tokenizer": newest / "hf", "dataset": other},
+            f"--tokenizer bytes \\(now {newest}/hf\\)",
+        ),
+        (
+            {"run_dir": copied, "resume": copied / "checkpoints/step_00000004"},
+            "6 is later; take an",
+        ),
+        ({"run_dir": copied, "resume": "never"}, "holds checkpoints; take another --run_dir"),
     ]
+    before = tree(copied)
     for change, expected in cases:
         done = launch(0, "fsdp1_pretrain", flags | change)
         assert done.returncode == 2 and re.search(expected, done.stderr), (change, done.stderr)
         assert done.stderr.count("\n") == 1
+    assert tree(copied) == before
+    assert not [path for path in (tmp_path / "new").iterdir() if path.name != "metrics.jsonl"]
     del flags["dataset"]
     done = launch(0, "fsdp2_sft", flags)
     assert done.returncode == 2 and "(now stdlib-docstrings)" in done.stderr, done.stderr
+
+
+def test_a_refused_start_changes_nothing(flags, weights_directory, tmp_path):
+    """Metrics of a run that died before its first checkpoint, and weights that do not fit."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
+    before = tree(tmp_path)
+    start = {"init_from": weights_directory, "model": "tiny", "tokenizer": "bytes"}
+    done = launch(2, "fsdp2_pretrain", flags | start | {"run_dir": tmp_path})
+    assert done.returncode == 1 and "error: --init_from" in done.stderr, done.stderr
+    assert tree(tmp_path) == before
+
+
+def test_names_that_are_no_checkpoints_and_old_ones_without_description(flags, whole, copied):
+    """They are passed over, with a line where one could have been meant, and never removed."""
+    folder = copied / "checkpoints"
+    for name in ("step_00000006_1", "step_00000006 (copy)", "step_00000007", "step_6"):
+        shutil.copytree(folder / "step_00000006", folder / name)
+    (folder / "step_00000002").mkdir(exist_ok=True)
+    (folder / "step_00000002/checkpoint.json").write_text("")
+    (folder / "step_00000001").mkdir()
+    strange = {
+        "step_00000006_1",
+        "step_00000006 (copy)",
+        "step_6",
+        "step_00000001",
+        "step_00000002",
+    }
+    done = launch(2, "fsdp2_pretrain.py", flags | {"run_dir": copied, "keep_checkpoints": 1})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{folder}/step_00000007 is damaged or no checkpoint" in done.stdout
+    assert f"{folder}/step_00000002 is left alone" in done.stdout
+    assert losses(copied) == losses(whole) and same(copied, whole)
+    assert strange <= set(kept(copied)) and "step_00000008" in kept(copied)
+
+
+def test_steps_0_prepares_the_data_alone(flags, tmp_path):
+    done = launch(0, "fsdp2_pretrain", flags | {"run_dir": tmp_path / "run", "steps": 0})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "prepared" in done.stdout and not (tmp_path / "run").exists()
+
+
+# --- What comes after training must not fail it ---------------------------------------------------
+
+
+def test_a_reader_who_leaves_and_a_terminal_of_ascii_do_not_fail_a_run(flags, tmp_path):
+    words = arguments(flags | {"run_dir": tmp_path / "run", "steps": 2})
+    command = f"{sys.executable} fsdp2_pretrain.py {' '.join(words)} | head -1"
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], cwd=ROOT, env=environment, capture_output=True
+    )
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert (tmp_path / "run/hf/model.safetensors").exists()
+
+
+def test_weights_of_nan_leave_outputs_and_no_sample(flags, tmp_path):
+    model = Qwen2ForCausalLM(small_shape())
+    model.model.norm.weight.data.fill_(torch.nan)
+    model.save_pretrained(tmp_path / "weights")
+    flags = flags | {"init_from": tmp_path / "weights", "run_dir": tmp_path / "run", "steps": 2}
+    done = launch(
+        1,
+        "fsdp2_pretrain",
+        {k: v for k, v in flags.items() if k != "model"} | {"tokenizer": "bytes"},
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "no sample of the model" in done.stdout
+    training, _ = metrics(tmp_path / "run")
+    assert [line["loss"] for line in training] == [None, None]  # JSON knows no NaN
 
 
 # --- Checkpoints move -----------------------------------------------------------------------------
@@ -359,80 +486,50 @@ def test_another_weight_decay_holds_after_a_resume(flags, whole, tmp_path):
     assert not same(tmp_path / "0.5", tmp_path / "0.1")
 
 
-def test_a_prepared_start_equals_a_direct_one(flags, weights_directory, tmp_path):
-    flags = {**flags, "init_from": weights_directory, "tokenizer": "bytes", "steps": 3}
-    del flags["model"]
-    script = "fsdp2_pretrain.py"
-    runs = {
-        "direct": {"run_dir": tmp_path / "direct"},
-        "prepared": {"run_dir": tmp_path / "prepared", "steps": 0},
-        "later": {"run_dir": tmp_path / "prepared"},
-    }
-    for change in runs.values():
-        done = launch(2, script, flags | change)
-        assert (done.returncode, done.stderr) == (0, "")
-    assert losses(tmp_path / "direct") == losses(tmp_path / "prepared")
-    assert same(tmp_path / "direct", tmp_path / "prepared")
-
-
-def test_show_export_and_init_from_a_checkpoint(flags, whole, tmp_path):
+def test_export_and_init_from_a_run(flags, whole, tmp_path):
     path = whole / "checkpoints/step_00000008"
 
     def command(*words: object) -> subprocess.CompletedProcess:
         program = [sys.executable, "common.py", *map(str, words)]
         return subprocess.run(program, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
-    shown = command("show", whole)
-    assert shown.returncode == 0
-    for line in (
-        f"checkpoint .*{path}",
-        "step +8",
-        "world_size +2",
-        "style +separate",
-        r"loss +\d",
-    ):
-        assert re.search(line, shown.stdout), (line, shown.stdout)
     out = tmp_path / "out"
     done = command("export", path, out)
     assert (done.returncode, done.stderr) == (0, "")
     assert {p.name for p in out.iterdir()} == {p.name for p in (whole / "hf").iterdir()}
     assert (out / "model.safetensors").read_bytes() == (whole / "hf/model.safetensors").read_bytes()
-    assert command("export", path, out).returncode == 2
-    assert command("show", tmp_path).returncode == 2
+    for words in (("export", path, out), ("export", tmp_path, tmp_path / "x"), ("show", path)):
+        refused = command(*words)
+        assert refused.returncode == 2 and refused.stderr.startswith("error: ")
 
     flags = {key: value for key, value in flags.items() if key != "model"} | {"steps": 1}
-    starts = {"checkpoint": path, "run": whole, "hf": whole / "hf"}
-    for name, start in starts.items():
+    for name, start in {"run": whole, "hf": whole / "hf", "out": out}.items():
         change = {"init_from": start, "run_dir": tmp_path / name}
         assert launch(1, "fsdp1_pretrain.py", flags | change).returncode == 0
-    assert losses(tmp_path / "checkpoint") == losses(tmp_path / "run") == losses(tmp_path / "hf")
+    assert losses(tmp_path / "run") == losses(tmp_path / "hf") == losses(tmp_path / "out")
 
 
 # --- The order of things --------------------------------------------------------------------------
 
 
-class FakeRun:
-    def __init__(self, directory: Path):
-        self.directory, self.progress = directory, common.Progress()
-        self.watchdog = SimpleNamespace(expect=lambda step, patience=1: None)
-
-    def description(self) -> dict:
-        return {"flags": {}}
-
-
-def checkpoints_of(run_dir: Path, keep: int = 2) -> common.Checkpoints:
-    """Without model and process group."""
+def checkpoints_of(run_dir: Path, monkeypatch, keep: int = 2) -> common.Checkpoints:
+    """Of one rank, without model and process group."""
     made = object.__new__(common.Checkpoints)
-    made.run, made.directory = FakeRun(run_dir), run_dir / "checkpoints"
-    made.config = type("Config", (), {"keep_checkpoints": keep, "checkpoint_style": "stateful"})
-    made.config.async_checkpoint = False
-    made.contents, made.thread, made.failure, made.written = {}, None, None, None
-    made.begin = lambda temporary: temporary.mkdir(parents=True)
+    made.run = SimpleNamespace(directory=run_dir, facts={"flags": {}}, say=print)
+    made.directory, made.keep, made.contents = run_dir / "checkpoints", keep, "x"
+    made.rank, made.ranks, made.group = 0, 1, None
+    made.shape = made.tokenizer = SimpleNamespace(save_pretrained=lambda path: None)
+
+    def gather(parts: list, mine: dict, group: None) -> None:
+        parts[0] = mine
+
+    monkeypatch.setattr(common.dist, "all_gather_object", gather)
     return made
 
 
-def save_file(directory: Path) -> Callable[[], None]:
-    return lambda: (directory / "__0_0.distcp").write_bytes(b"tensors")
+def save_file(directory: Path) -> None:
+    directory.mkdir(parents=True)
+    (directory / "__0_0.distcp").write_bytes(b"tensors")
 
 
 @pytest.mark.parametrize("style", ["stateful", "separate"])
@@ -440,18 +537,16 @@ def save_file(directory: Path) -> Callable[[], None]:
 def test_what_the_background_writes_is_the_state_of_that_moment(script, style, monkeypatch):
     module, seen = importlib.import_module(script.removesuffix(".py")), {}
     weight = torch.ones(3)
-    tree = {"model": {"w": weight}, "optimizer": {"m": weight + 1}, "progress": {"step": 1}}
+    tree = {"model": {"w": weight}, "optimizer": {"m": weight + 1}}
     state = SimpleNamespace(state_dict=lambda: dict(tree))
     config = SimpleNamespace(checkpoint_style=style, async_checkpoint=True)
-    stager = DefaultStager(StagingOptions(False, False, False, False))
-    monkeypatch.setattr(common, "patient_group", lambda purpose: None)
     monkeypatch.setattr(
         module.dcp, "save", lambda tree, checkpoint_id, **_: seen.update({checkpoint_id: tree})
     )
-    write = module.save_checkpoint(state, config, stager, Path("x"))
+    write = module.save_checkpoint(state, config, None)
     assert not seen
     weight.add_(1)  # training goes on
-    write()
+    write(Path("x"))
     if style == "separate":
         assert list(seen) == [Path("x/model"), Path("x/optimizer")]
         model = seen[Path("x/model")]
@@ -461,70 +556,40 @@ def test_what_the_background_writes_is_the_state_of_that_moment(script, style, m
     assert model["w"].tolist() == [1, 1, 1]
 
 
-def test_a_state_that_cannot_be_copied_is_reported_and_leaves_nothing(tmp_path):
-    def save(directory: Path) -> None:
-        raise RuntimeError("DefaultCPUAllocator: not enough memory")
-
-    made = checkpoints_of(tmp_path)
-    made.directory.mkdir()
-    made.run.progress.step = 1
-    with pytest.raises(common.RunError, match="not enough memory"):
-        made.write(save)
-    assert not list(made.directory.iterdir())
-
-
-def test_everything_is_synced_before_the_rename_and_old_ones_go_after(tmp_path, monkeypatch):
-    happened, real_sync, real_rename = [], os.fsync, Path.rename
-
-    def fsync(descriptor: int) -> None:
-        happened.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
-        real_sync(descriptor)
+def test_all_is_on_the_disk_before_the_rename_and_old_ones_go_after(tmp_path, monkeypatch):
+    happened, real_rename = [], Path.rename
+    monkeypatch.setattr(os, "sync", lambda: happened.append("sync"))
 
     def rename(path: Path, target: Path) -> Path:
-        happened.append(("rename", str(path)))
+        assert path.suffix == ".tmp" or (path.parent / "step_00000002").exists()
+        happened.append(f"rename {path.name}")
         return real_rename(path, target)
 
-    monkeypatch.setattr(os, "fsync", fsync)
     monkeypatch.setattr(Path, "rename", rename)
-    made = checkpoints_of(tmp_path, keep=1)
+    made = checkpoints_of(tmp_path, monkeypatch, keep=1)
     for step in (1, 2):
-        made.run.progress.step = step
         happened.clear()
-        made.write(save_file)
-    temporary = str(made.directory / "step_00000002.tmp")
-    at = happened.index(("rename", temporary))
-    files = {f"{temporary}/{name}" for name in ("__0_0.distcp", "checkpoint.json", "SHA256SUMS")}
-    assert {path for what, path in happened[:at] if what == "sync"} == files | {temporary}
-    assert happened[at + 1] == ("sync", str(made.directory))
-    assert happened[at + 2] == ("rename", str(made.directory / "step_00000001"))
+        made.write_now(save_file, {"step": step})
+    assert happened == ["sync", "rename step_00000002.tmp", "sync", "rename step_00000001"]
     assert kept(tmp_path) == ["step_00000002"]
+    assert common.damage(made.directory / "step_00000002") is None
 
 
-def test_the_newest_by_number_and_the_best_stay(tmp_path):
-    made = checkpoints_of(tmp_path)
-    for step, loss in (
-        (9, 3.0),
-        (10, 1.0),
-        (99_999_999, 2.0),
-        (100_000_000, None),
-        (100_000_001, 4),
-    ):
-        made.run.progress.step, made.run.progress.validation_loss = step, loss
-        made.write(save_file)
-    assert [common.step_of(path) for path in common.complete_checkpoints(tmp_path)] == [
-        100_000_001, 100_000_000, 10,
-    ]  # fmt: skip
+def test_the_newest_by_number_and_the_best_stay(tmp_path, monkeypatch):
+    made = checkpoints_of(tmp_path, monkeypatch)
+    for step, loss in ((9, 3.0), (10, 1.0), (9_999, 2.0), (10_000, None), (99_999_999, 4.0)):
+        made.write_now(save_file, {"step": step, "validation_loss": loss})
+    names = [path.name for path in made.all()]
+    assert names == ["step_99999999", "step_00010000", "step_00000010"]
 
 
 def test_wandb_goes_on_with_the_same_run(flags, tmp_path):
     flags = flags | {"run_dir": tmp_path, "wandb_project": "test", "steps": 4}
     fault = {"call": "Run.log_step", "number": 2, "do": "terminate"}
     assert faulty(1, [fault], flags).returncode == 0
-    first = common.read_description(tmp_path / "checkpoints/step_00000002")["progress"]["wandb_run"]
     assert launch(1, "fsdp2_pretrain.py", flags).returncode == 0
-    last = common.read_description(tmp_path / "checkpoints/step_00000004")["progress"]["wandb_run"]
-    assert first and first == last
-    assert len({path.name.split("-")[-1] for path in tmp_path.glob("wandb/offline-run-*")}) == 1
+    logs = {path.name.split("-")[-1] for path in tmp_path.glob("wandb/offline-run-*")}
+    assert len(logs) == 1 and len(list(tmp_path.glob("wandb/offline-run-*"))) >= 1
 
 
 # --- Kill storm -----------------------------------------------------------------------------------
@@ -550,20 +615,3 @@ def test_a_run_killed_twenty_times_ends_as_if_nothing_had_happened(
     assert losses(storm) == losses(whole) and same(storm, whole)
     assert kept(storm) == kept(whole)
     assert {p.name for p in storm.iterdir()} == {p.name for p in whole.iterdir()}
-
-
-def test_groups_of_a_mesh_wait_as_long_as_the_watchdog_needs():
-    code = """
-import datetime, os, pathlib, torch, torch.distributed as dist
-import common
-os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}
-dist.init_process_group("gloo")
-mesh = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
-watchdog = common.Watchdog(60, pathlib.Path("."), torch.device("cpu"))
-for name in mesh.mesh_dim_names:
-    options = mesh.get_group(name)._get_backend(torch.device("cpu")).options
-    assert options._timeout == datetime.timedelta(minutes=1201), options._timeout
-os._exit(0)
-"""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -6,20 +6,29 @@ import pytest
 import torch
 from conftest import ROOT, SMALL, torchrun
 from transformers import Qwen2ForCausalLM
-from worker import COMMON_MODES, OWN_MODES
+from worker import OWN_MODES, modes
 
 
 @pytest.fixture(scope="module")
-def seen(corpus, shape_directory, weights_directory, tmp_path_factory) -> dict:
-    out = tmp_path_factory.mktemp("modes") / "seen.json"
-    base = {"model": shape_directory, "dataset": corpus, "run_dir": str(out.parent), **SMALL}
-    start = {"model": weights_directory, "init_from": weights_directory}
-    done = torchrun(
-        2, str(ROOT / "tests/worker.py"), str(out), json.dumps(base), json.dumps(start), timeout=840
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr, done.stderr
-    return json.loads(out.read_text())
+def run_worker(corpus, shape_directory, weights_directory, tmp_path_factory):
+    """A function: what the worker saw, of the plain modes or of those left to a drill."""
+
+    def run(*which: str) -> dict:
+        out = tmp_path_factory.mktemp("modes") / "seen.json"
+        base = {"model": shape_directory, "dataset": corpus, "run_dir": str(out.parent), **SMALL}
+        start = json.dumps({"model": weights_directory, "init_from": weights_directory})
+        words = [str(ROOT / "tests/worker.py"), str(out), json.dumps(base), start, *which]
+        done = torchrun(2, *words, timeout=840)
+        assert done.returncode == 0, done.stderr
+        assert "Warning" not in done.stderr, done.stderr
+        return json.loads(out.read_text())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def seen(run_worker) -> dict:
+    return run_worker()
 
 
 def difference(a, b) -> float:
@@ -36,6 +45,9 @@ EXPECTED = {
     "no_clip": ("no_clip", *EXACT),
     "init_from": ("init_from", *EXACT),
     "compile_packed": ("packed", *EXACT),
+    "compile": ("padded", *EXACT),
+    "compile_ac_full": ("padded", *EXACT),
+    "padded": ("padded", *EXACT),
     "bf16": ("fp32", 1e-2, 5e-2),
     "large": ("large", *EXACT),
     "compile_bf16": ("large", 1e-2, 5e-2),
@@ -44,21 +56,29 @@ EXPECTED = {
     "reduce_every_bf16": ("fp32", 1e-2, 5e-2),
     "keep_bf16": ("fp32", 1e-2, 5e-2),
 }
-CASES = [
-    f"{name} {mode}"
-    for name, own in OWN_MODES.items()
-    for mode in [*COMMON_MODES, *own, "init_from"]
-]
+CASES = [f"{name} {mode}" for name in OWN_MODES for mode in [*modes(name, False), "init_from"]]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_mode_agrees_with_ddp(seen, case):
+def check_agreement(seen: dict, case: str) -> None:
     reference, of_steps, of_weights = EXPECTED.get(case.split()[1], ("fp32", *EXACT))
     reference, got = seen[f"ddp {reference}"], seen[case]
     assert difference(got["losses"], reference["losses"]) < of_steps
     assert difference(got["norms"], reference["norms"]) < of_steps
     assert abs(got["validation"] / reference["validation"] - 1) < of_steps
     assert difference(got["final"], reference["final"]) < of_weights
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_mode_agrees_with_ddp(seen, case):
+    check_agreement(seen, case)
+
+
+@pytest.mark.drill
+def test_compiled_modes_of_every_script(run_worker):
+    slow = run_worker("drill")
+    for case in slow:
+        check_agreement(slow, case)
+    check_graphs(slow, 6)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -118,13 +138,17 @@ def test_activation_checkpointing_computes_again_what_its_name_says(seen, name):
     assert selective == none
 
 
-def test_nothing_is_compiled_twice(seen):
-    """A graph for each of 4 row lengths in training and in validation; of packed rows for the parts
-    of a block around attention, which is compiled with CUDA only."""
+def check_graphs(seen: dict, number: int) -> None:
+    """A graph for each row length in training and in validation (one for all if they are dynamic);
+    of packed rows for the parts of a block around attention, which is compiled with CUDA only."""
     graphs = {case: got["graphs"] for case, got in seen.items() if " compile" in case}
-    assert len(graphs) == 12
+    assert len(graphs) == number
     for case, (first, second) in graphs.items():
         assert 0 < first == second <= (10 if "packed" in case else 8), case
+
+
+def test_nothing_is_compiled_twice(seen):
+    check_graphs(seen, 3 * 2 + 3)
 
 
 @pytest.mark.parametrize("name", OWN_MODES)

@@ -118,7 +118,8 @@ def test_run_directory_that_a_node_does_not_see_is_refused(nodes, corpus, tmp_pa
     errors = launch.end()
     assert [launcher.returncode for launcher in launch.launchers] == [1, 1]
     said = [line for line in "".join(errors).splitlines() if line.startswith("error: ")]
-    assert len(said) == 1 and "is not the same directory on all nodes" in said[0]
+    assert len(said) == 2  # once on each node
+    assert all("is not the same directory on all nodes" in line for line in said)
     assert [path.name for path in (tmp_path / "run0").iterdir()] == ["metrics.jsonl"]
 
 
@@ -151,9 +152,9 @@ def test_a_node_that_dies_ends_or_restarts_the_other(nodes, corpus, tmp_path, co
 
 
 @pytest.mark.drill
-def test_slurm_script_of_the_readme(corpus, tmp_path):
+def test_slurm_script_of_the_pages(corpus, tmp_path):
     """With a fake Slurm: srun starts the command once a node, on this machine."""
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs/runs.md").read_text()
     script = re.search(r"<!-- slurm -->\n```bash\n(.*?)```", text, re.DOTALL)[1]
     port = Launch.free_port()
     (tmp_path / "train.slurm").write_text(script.replace(":29500", f":{port}"))

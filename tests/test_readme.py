@@ -1,5 +1,6 @@
-"""The README's commands are the ones that work."""
+"""README.md and docs/*.md say what is so: their commands work, generated parts are current."""
 
+import importlib
 import math
 import os
 import re
@@ -10,45 +11,96 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from conftest import ROOT, SCRIPTS, metrics
 
 import common
 
+ALL_SCRIPTS = [*SCRIPTS, "fsdp2_sft.py"]
 README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = {page.name: page.read_text() for page in PAGES}
 
 
 def block(marker: str) -> list[str]:
-    """Lines of the code block after a marker."""
+    """Lines of the README's code block after a marker."""
     found = re.search(rf"<!-- {marker} -->\n```bash\n(.*?)```", README, re.DOTALL)
     return found[1].splitlines()
 
 
+def commands() -> list[str]:
+    """Every command of the pages, each on one line; what is typed into Python is left out."""
+    blocks = re.findall(r"```bash\n(.*?)```", "".join(TEXT.values()), re.DOTALL)
+    text = re.sub(r"<<'EOF'\n.*?\nEOF", "", "".join(blocks).replace("\\\n", " "), flags=re.DOTALL)
+    return [*dict.fromkeys(text.splitlines())]
+
+
 def launches() -> list[str]:
-    """Every command of the README that starts one of the scripts."""
-    blocks = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-    lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [line for line in lines if line.startswith("torchrun")]
+    """Those that start one of the scripts; tests/test_nodes.py runs the one of Slurm."""
+    return [
+        command for command in commands()
+        if set(command.split()) & set(ALL_SCRIPTS) and not command.startswith(("srun", "python b"))
+        and " bench/" not in command
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("command", launches())
-def test_flags_in_the_readme_are_accepted(command, monkeypatch):
-    import importlib
-
+def test_flags_of_the_pages_are_accepted(command, monkeypatch):
     words = shlex.split(command)
-    [script] = [word for word in words if word.endswith(".py")]
+    [script] = [word for word in words if word in ALL_SCRIPTS]
     sizes = [re.search(rf"--{name}=(\d+)", command) for name in ("nnodes", "nproc-per-node")]
     ranks = math.prod(int(size[1]) for size in sizes if size)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    if ranks > 2:  # meant for machines with GPUs
-        for name in ("cuda.is_available", "cuda.is_bf16_supported", "utils._triton.has_triton"):
-            monkeypatch.setattr(f"torch.{name}", lambda **_: True)
-        monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr(common, "fetch_weights", lambda name: name)  # of a run that has not been
     monkeypatch.setattr(sys, "argv", words[words.index(script) :])
     config = common.parse_config(importlib.import_module(script[:-3]).Config)
-    assert config.steps >= 1
+    assert config.steps > 0 or "--steps 0" in command
+
+
+# Flags in running text that are not the scripts': torchrun's, pytest's and the programs' of bench/.
+OTHERS = """nnodes nproc-per-node max-restarts rdzv-backend rdzv-id rdzv-endpoint standalone help
+    nonblocking pid signal cpus-per-task ntasks-per-node gpus-per-node nodes requeue ranks
+    vocabulary memory_gib link_gbps tflops no-build-isolation turns""".split()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_flags_and_files_that_a_page_names_are_there(page):
+    text = re.sub(r"```diff\n.*?```", "", TEXT[page.name], flags=re.DOTALL)
+    known = {f for s in ALL_SCRIPTS for f in vars(importlib.import_module(s[:-3]).Config())}
+    named = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", text))
+    assert named - known - set(OTHERS) == set()
+    for name in re.findall(r"(?<![\w/])((?:bench|tests|docs)/\w+\.\w+)", text):
+        made = name in ("docs/gpu.json",)
+        assert made or (ROOT / name).exists(), name
+    tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
+    for name in re.findall(r"`(test_\w+)`", text):
+        assert f"def {name}(" in tests, name
+
+
+def anchors(text: str) -> set[str]:
+    """How GitHub calls the headings of a page."""
+    headings = re.findall(r"(?m)^#+ (.*)$", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_resolve(page):
+    links = re.findall(
+        r"\]\(([^)\s]*)\)", re.sub(r"```.*?```", "", TEXT[page.name], flags=re.DOTALL)
+    )
+    for link in (link for link in links if not link.startswith("https://")):
+        file, _, anchor = link.partition("#")
+        target = (page.parent / file).resolve() if file else page
+        assert target.is_relative_to(ROOT) and target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+def test_every_page_is_linked_from_the_readme():
+    linked = {Path(name).name for name in re.findall(r"\]\((docs/\w+\.md)\)", README)}
+    assert linked == TEXT.keys() - {"README.md"}
 
 
 @pytest.mark.drill
@@ -60,7 +112,7 @@ def test_first_run(tmp_path):
         "source .venv/bin/activate",
         "pip install -r requirements.txt",
     ]
-    for name in (*SCRIPTS, "fsdp2_sft.py", "common.py"):
+    for name in (*ALL_SCRIPTS, "common.py"):
         shutil.copy(ROOT / name, tmp_path)
     cache = str(tmp_path / "cache")  # nothing is cached yet
     environment = os.environ | {"HF_HOME": cache, "HF_DATASETS_CACHE": cache}
@@ -94,7 +146,8 @@ def test_first_run(tmp_path):
     claimed, bigram = map(float, claims.groups())
     assert validation[-1]["validation_loss"] == pytest.approx(claimed, abs=0.06)
     assert claimed < bigram - 0.4
-    assert re.search(r"--- the model continues .*\n(.|\n)+\n---\n", printed)
+    sample = re.search(r"--- the model continues .*\n((.|\n)+)\n---\n", printed)[1]
+    assert re.search(r"\b(def|self|return|if|for)\b", sample)  # a newcomer sees that it is Python
     assert f"files: {run_dir.relative_to(tmp_path)}/metrics.jsonl" in printed
     following = re.search(r"next:  (.*)", printed)[1]
     run(f"{following} --steps 1 --eval_batches 2", 60)
@@ -111,25 +164,37 @@ def test_first_run(tmp_path):
     assert float(measured) == pytest.approx(bigram, abs=0.005)
 
 
+def dry_run(*words: str) -> str:
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.drill
 def test_prediction_for_the_real_run():
     """The dry run takes the real run's flags as they stand, and says what the README says."""
     [command] = [command for command in launches() if "fineweb-edu" in command]
     words = shlex.split(command)
     flags = words[words.index("fsdp2_pretrain.py") + 1 :]
-    program = [sys.executable, ROOT / "bench/dry_run.py", "fsdp2_pretrain.py"]
-    done = subprocess.run(
-        [*program, "--ranks", "4", "--vocabulary", "50257", *flags], text=True, capture_output=True
-    )
-    assert done.returncode == 0, done.stderr
-    peak = re.search(r"\*\*peak\*\* \| \*\*([\d,.]+) MiB", done.stdout)[1]
+    program = ["bench/dry_run.py", "fsdp2_pretrain.py", "--ranks", "4", "--vocabulary", "50257"]
+    peak = re.search(r"\*\*peak\*\* \| \*\*([\d,.]+) MiB", dry_run(*program, *flags))[1]
     claimed = re.search(r"GPU needs ([\d.]+) GiB", " ".join(README.split()))[1]
     assert float(peak.replace(",", "")) / 1024 == pytest.approx(float(claimed), abs=0.05)
 
 
+@pytest.mark.drill
+def test_dry_run_prints_what_the_page_on_scale_shows():
+    [command] = [command for command in commands() if "--memory_gib" in command]
+    printed = " ".join(dry_run(*shlex.split(command)[1:]).split())
+    shown = re.findall(r"(?m)(?:^    .*\n)+", TEXT["scale.md"])
+    assert len(shown) >= 4
+    for lines in shown:
+        assert " ".join(lines.split()) in printed
+
+
 PROGRAMS = [
     path for path in sorted((ROOT / "bench").glob("*.py"))
-    if path.stem not in ("arguments", "contestant", "dry_run")  # test_dry_run.py tests the last
+    if path.stem not in ("shared", "contestant", "dry_run")  # test_dry_run.py tests the last
 ]  # fmt: skip
 
 
@@ -146,7 +211,7 @@ def test_benchmarks_explain_themselves(program, monkeypatch, capsys):
         if code == 0:
             assert program.read_text()[3:].splitlines()[0] in seen.out
         else:
-            assert seen.err.splitlines()[-1].startswith(f"{program.name}: error: ")
+            assert "error: " in seen.err.splitlines()[-1]
 
 
 def test_generated_parts_are_current(monkeypatch):
@@ -154,7 +219,9 @@ def test_generated_parts_are_current(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import readme
 
-    assert readme.renewed(README) == README
+    assert sorted(readme.PAGES) == sorted(PAGES)
+    for page in PAGES:
+        assert readme.renewed(TEXT[page.name]) == TEXT[page.name], page
 
 
 def test_help_lists_every_flag_quickly():
@@ -168,4 +235,4 @@ def test_help_lists_every_flag_quickly():
 
     for name in fsdp2_pretrain.Config.__dataclass_fields__:
         assert f"--{name}" in done.stdout
-    assert "(default: 4096)" in done.stdout
+    assert "(default: 4096)" in " ".join(done.stdout.split())  # the terminal's width breaks lines

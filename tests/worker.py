@@ -31,11 +31,22 @@ COMMON_MODES = {
     "ac_selective": {"activation_checkpointing": "selective"},
     "ac_fraction": {"activation_checkpointing": "0.5"},
     "ac_selective_bf16": {"activation_checkpointing": "selective", "precision": "bf16"},
-    "compile": {"compile": True},
-    "compile_ac_full": {"compile": True, "activation_checkpointing": "full"},
+    "compile": {"compile": True, "pad_to_multiple_of": 128},
+    "compile_dynamic": {"compile": True},
+    "compile_ac_full": {
+        "compile": True,
+        "pad_to_multiple_of": 128,
+        "activation_checkpointing": "full",
+    },
     "compile_packed": {"compile": True, "batching": "packed"},
-    "large": {"micro_batch_tokens": 2048},
-    "compile_bf16": {"compile": True, "precision": "bf16", "micro_batch_tokens": 2048},
+    "padded": {"pad_to_multiple_of": 128},
+    "large": {"micro_batch_tokens": 2048, "pad_to_multiple_of": 128},
+    "compile_bf16": {
+        "compile": True,
+        "precision": "bf16",
+        "micro_batch_tokens": 2048,
+        "pad_to_multiple_of": 128,
+    },
     "chunked_loss": {"CHUNK_LOGITS": 320 * 100},  # about 5 chunks a micro-batch
     "chunked_loss_bf16": {"CHUNK_LOGITS": 320 * 100, "precision": "bf16"},
     "merged": {"merge": True},  # one large micro-batch in place of 4
@@ -57,7 +68,19 @@ OWN_MODES = {
         "cpu_offload": {"cpu_offload": True},
     },
 }
+# Compiling costs a minute a script: these are left to a drill, but for one script each.
+SLOW = {"compile_dynamic": "fsdp1", "compile_ac_full": "ddp", "compile_packed": "fsdp2"}
 STEPS = 3
+
+
+def modes(name: str, drill: bool) -> dict[str, dict]:
+    """What a script runs: all modes but the slow ones, or the slow ones and their references."""
+    every = COMMON_MODES | OWN_MODES[name]
+    if drill:
+        references = ("fp32", "padded", "packed") if name == "ddp" else ()
+        left = [mode for mode, where in SLOW.items() if where != name]
+        return {mode: every[mode] for mode in (*references, *left)}
+    return {mode: flags for mode, flags in every.items() if SLOW.get(mode, name) == name}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,9 +107,16 @@ def merged(micro_batches: list[dict]) -> dict:
 def train(script, flags: dict, device: torch.device, merge: bool = False) -> dict:
     """A few steps of the script's own functions; what is worth knowing about them."""
     config = script.Config(**flags)
-    common.check_config(config)
-    tokenizer, training, validation = common.load_batches(config, device)
-    shape = script.architecture(config, tokenizer.vocab_size)
+    tokenizer = common.load_tokenizer(config.tokenizer)
+    rows = common.load_rows(
+        config.dataset, None, "train", ["text"], common.text_rows, tokenizer, config.max_length
+    )
+    settings = (config.batching, config.max_length, config.micro_batch_tokens)
+    settings += (config.pad_to_multiple_of, tokenizer.eos_token_id, config.seed)
+    training, validation = (common.Batches(rows, *settings, chosen) for chosen in rows.split())
+    number = config.global_batch_tokens // config.micro_batch_tokens
+    share = number, dist.get_rank(), dist.get_world_size()
+    shape = script.architecture(config, len(tokenizer))
     model, decayed = script.build_model(config, shape, device)
     inner = getattr(model, "module", model)
     seen = {"tied": inner.get_input_embeddings().weight is inner.get_output_embeddings().weight}
@@ -102,7 +132,7 @@ def train(script, flags: dict, device: torch.device, merge: bool = False) -> dic
     seen["held"] = sum(getattr(p, "_local_tensor", p).numel() for p in parameters)
     seen["losses"], seen["norms"], seen["in_step"] = [], [], True
     for step in range(STEPS):
-        batch = training.global_batch(step)
+        batch = training.global_batch(step, *share)
         if merge:
             batch.micro_batches = [merged(batch.micro_batches)]
         loss, norm = script.train_step(model, optimizer, batch, config, device, 1e-2)
@@ -111,6 +141,7 @@ def train(script, flags: dict, device: torch.device, merge: bool = False) -> dic
         if script is ddp_pretrain:
             seen["in_step"] &= all(same_on_all_ranks(p.detach()) for p in parameters)
     seen["micro_batches"] = len(batch.micro_batches)
+    seen["gradients_freed"] = all(p.grad is None for p in parameters)
     if not config.compile:
         with FlopCounterMode(display=False) as flops:
             script.train_step(model, optimizer, batch, config, device, 0.0)
@@ -119,7 +150,7 @@ def train(script, flags: dict, device: torch.device, merge: bool = False) -> dic
     if config.compile:  # the same shapes again
         seen["graphs"] = [torch._dynamo.utils.counters["stats"]["unique_graphs"]]
         for step in range(STEPS):
-            batch = training.global_batch(step)
+            batch = training.global_batch(step, *share)
             script.train_step(model, optimizer, batch, config, device, 0.0)
         script.evaluate(model, validation, config, device)
         seen["graphs"].append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
@@ -143,11 +174,11 @@ def write_and_leave(out: str, seen: dict) -> None:
 
 
 def main() -> None:
-    out, base = sys.argv[1], json.loads(sys.argv[2])
+    out, base, drill = sys.argv[1], json.loads(sys.argv[2]), sys.argv[4:] == ["drill"]
     device = ddp_pretrain.init_process_group(ddp_pretrain.Config())
     seen = {}
     for name, script in SCRIPTS.items():
-        for mode, flags in (COMMON_MODES | OWN_MODES[name]).items():
+        for mode, flags in modes(name, drill).items():
             flags = dict(flags)
             merge, whole_loss = flags.pop("merge", False), script.CHUNK_LOGITS
             script.CHUNK_LOGITS = flags.pop("CHUNK_LOGITS", whole_loss)
@@ -156,8 +187,9 @@ def main() -> None:
             gc.collect()
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
-        seen[f"{name} init_from"] = train(script, base | json.loads(sys.argv[3]), device)
-        gc.collect()
+        if not drill:
+            seen[f"{name} init_from"] = train(script, base | json.loads(sys.argv[3]), device)
+            gc.collect()
     write_and_leave(out, seen)
 
 
