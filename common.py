@@ -25,6 +25,7 @@ import datetime
 import fcntl
 import functools
 import glob
+import inspect
 import json
 import math
 import os
@@ -321,7 +322,8 @@ def read_conversation(row: dict[str, Any]) -> tuple[list[dict[str, str]], int]:
     """
     if any(row.get(name) for name in BEYOND_TEXT):
         raise ValueError("hold tools, thoughts or media beside the text")
-    answered = row.get("messages") or row.get("conversations") or row.get("completion")
+    turns = row.get("messages") or row.get("conversations")
+    answered = [turns] if isinstance(turns, str) else turns or row.get("completion")
     parts = {"system": row.get("system"), "user": row.get("prompt"), "assistant": answered}
     messages, part = [], []
     for role, value in parts.items():
@@ -378,8 +380,8 @@ class Rows:
 
     def read(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and learned, [length + 1]: views of the mapped file."""
-        learned = self.learned[row].values.to_numpy(zero_copy_only=False)
-        return self.tokens[row].values.to_numpy(), learned
+        parts = (self.tokens[row], self.learned[row])
+        return tuple(part.values.to_numpy(zero_copy_only=False) for part in parts)
 
     def split(self) -> tuple[np.ndarray, np.ndarray]:
         """Numbers of the rows for training and for validation, of those that have labels.
@@ -390,7 +392,8 @@ class Rows:
         usable = np.flatnonzero(self.labels)
         documents = np.unique(self.digest[usable])
         if len(documents) < 2:
-            refuse("--dataset: fewer than two documents (or conversations) hold anything to learn")
+            notes = ", ".join(f"{number} are {note}" for note, number in self.notes.items() if note)
+            refuse(f"--dataset: fewer than two documents hold anything to learn; {notes}")
         held_out = documents[min(max(1, len(documents) // 50), 5000) - 1]
         validation = self.digest[usable] <= held_out
         return usable[~validation], usable[validation]
@@ -414,24 +417,24 @@ def load_rows(
     """Map `--dataset` to rows of at most `max_length`, in several processes, once for all runs.
 
     Args:
-        columns: those to read, as far as they are there.
+        columns: those to read, as far as they are there; one of the first four has to be.
         function: module-level, as `text_rows`: yields the rows of one document.
     """
     with prepare_in_turn(), refusing(f"--dataset {dataset} cannot be read"):
         corpus = open_dataset(dataset, configuration, split)
         there = corpus.column_names
-        if not set(columns) & set(there):
-            refuse(f"--dataset {dataset} has no column {' or '.join(columns)}, only {there}")
+        if not set(columns[:4]) & set(there):
+            refuse(f"--dataset {dataset} has no column {' or '.join(columns[:4])}, only {there}")
         # The key of the cache. Hashing the function would give a new one where it cannot be hashed.
-        backend = tokenizer.backend_tokenizer.to_str()
-        key = [corpus._fingerprint, function.__name__, columns, max_length, backend]
+        key = [corpus._fingerprint, inspect.getsource(function), columns, max_length]
+        key += [tokenizer.special_tokens_map, tokenizer.chat_template]
         corpus = corpus.select_columns([column for column in columns if column in there])
         processes = min(os.cpu_count(), len(corpus) // 1000)
         mapped = corpus.map(
             make_rows, batched=True, remove_columns=corpus.column_names,
             features=datasets.Features(COLUMNS),
             fn_kwargs={"function": function, "tokenizer": tokenizer, "max_length": max_length},
-            new_fingerprint=fingerprint(*key, tokenizer.chat_template),
+            new_fingerprint=fingerprint(*key, tokenizer.backend_tokenizer.to_str()),
             num_proc=processes if processes > 1 else None,
         )  # fmt: skip
     return Rows(mapped.data.table)
@@ -666,7 +669,7 @@ class Batches:
         """The first tokens of some row, or those up to the assistant's turn, to be continued."""
         tokens, learned = self.rows.read(int(self.chosen[0]))
         first = int(learned[1:].argmax())  # 0 in text
-        return tokens[: first + 1 if first else 16]
+        return tokens[: first + 1 if first else 64]
 
 
 def to_device(micro_batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -744,8 +747,7 @@ def read_architecture(name: str, vocabulary: int, max_length: int) -> Shape:
             refuse(f"--model {name}: its {setting} is not supported")
     if vocabulary > shape.vocab_size:
         refuse(f"--tokenizer has {vocabulary} ids, --model {name} only {shape.vocab_size}")
-    limits = ["max_position_embeddings", "attention_chunk_size"]
-    limits += ["sliding_window"] if getattr(shape, "use_sliding_window", True) else []
+    limits = ["max_position_embeddings", "attention_chunk_size", "sliding_window"]
     if exceeded := [x for x in limits if max_length > (getattr(shape, x, None) or math.inf)]:
         refuse(f"--max_length {max_length} exceeds {exceeded[0]} of --model {name}")
     return shape
@@ -772,9 +774,8 @@ def load_weights(model: torch.nn.Module, directory: str) -> None:
     tied = inner._tied_weights_keys if inner.config.tie_word_embeddings else {}  # head: embedding
     wanted = {name: tensor for name, tensor in state.items() if name not in tied}
     reader = HuggingFaceStorageReader(directory)
-    more = sorted(reader.read_metadata().state_dict_metadata.keys() - state.keys())
-    if more:
-        refuse(f"--init_from {directory}: its files also hold {more[0]} ({len(more)} too many)")
+    if more := reader.read_metadata().state_dict_metadata.keys() - state.keys():
+        refuse(f"--init_from {directory}: its files also hold {min(more)} ({len(more)} too many)")
     with refusing(f"--init_from {directory}"):  # names what is missing or of another shape
         dcp.load(wanted, storage_reader=reader)
     set_model_state_dict(model, wanted | {head: wanted[own] for head, own in tied.items()})
@@ -794,17 +795,19 @@ def grow_vocabulary(directory: str, known: int, vocabulary: int) -> str:
     stamps = [file.stat().st_mtime_ns for file in sorted(Path(directory).glob("*.safetensors"))]
     key = fingerprint(str(Path(directory).resolve()), stamps, known, vocabulary)
     grown = Path(datasets.config.HF_DATASETS_CACHE) / f"grown-{key}"
+    chance = torch.Generator().manual_seed(0)
     with prepare_in_turn():
         if grown.exists():
             return str(grown)
         model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        if known > model.config.vocab_size:
+            refuse(f"--tokenizer has {known} ids, {directory} only {model.config.vocab_size}")
         rows = max(model.config.vocab_size, math.ceil(vocabulary / 64) * 64)
         model.resize_token_embeddings(rows, mean_resizing=False)
         for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
             weight = embeddings.weight.data  # [rows, width]; one and the same where they are tied
-            centered = weight[:known] - weight[:known].mean(0)
-            noise = torch.randn(rows - known, known, generator=torch.Generator().manual_seed(0))
-            weight[known:] = weight[:known].mean(0) + noise @ centered / known**0.5
+            mean, noise = weight[:known].mean(0), torch.randn(rows - known, known, generator=chance)
+            weight[known:] = mean + noise @ (weight[:known] - mean) / known**0.5
         temporary = grown.with_suffix(".tmp")
         model.save_pretrained(temporary)
         temporary.rename(grown)
@@ -838,8 +841,7 @@ def export(checkpoint: Path, directory: Path) -> None:
 
 # Flags that a resumed run shares with its checkpoint: those of the batch plan, and of what else it
 # trains on, if that differs.
-PLAN = ["max_length", "pad_to_multiple_of", "batching", "micro_batch_tokens"]
-PLAN += ["global_batch_tokens", "seed"]
+PLAN = "max_length pad_to_multiple_of batching micro_batch_tokens global_batch_tokens seed".split()
 CONTENTS = ["model", "tokenizer", "dataset", "dataset_config", "dataset_split", "text_column"]
 STEP = re.compile(r"step_\d{8}")
 
@@ -897,13 +899,13 @@ class Checkpoints:
         spelling = tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template
         self.contents = fingerprint(model, spelling, xxhash.xxh3_128_hexdigest(rows.digest))
         self.group = dist.new_group(backend="gloo", timeout=run.timeout)
-        self.thread, self.last = ThreadPoolExecutor(1), None
+        self.thread, self.last, self.damaged = ThreadPoolExecutor(1), None, set()
         self.pending = self.thread.submit(int)  # nothing yet
 
     def all(self) -> list[Path]:
-        """Those of the right name, newest first: eight digits sort as numbers do."""
-        found = self.directory.glob("step_*")
-        return sorted((path for path in found if STEP.fullmatch(path.name)), reverse=True)
+        """Those not known as damaged, newest first: names of eight digits sort as numbers do."""
+        found = {path for path in self.directory.glob("step_*") if STEP.fullmatch(path.name)}
+        return sorted(found - self.damaged, reverse=True)
 
     def find(self, resume: str) -> tuple[Path | None, dict[str, Any]]:
         """Where the run goes on from, as `--resume` says, and its progress; None to begin.
@@ -919,7 +921,7 @@ class Checkpoints:
 
     def choose(self, resume: str) -> Path | None:
         """The newest undamaged one of the run, the one that `resume` names, or none."""
-        own, elsewhere = self.all(), "take another --run_dir"
+        own, elsewhere = self.all(), "to begin anew take another --run_dir"
         if own and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
             resume = "auto"  # a restart by torchrun goes on, whatever the run began from
         if resume == "never" and own:
@@ -931,6 +933,7 @@ class Checkpoints:
                 if resume != "auto" and own and own[0].name > step_name(read_description(path)):
                     refuse(f"--resume {resume}: {own[0]} is later; {elsewhere}")
                 return path
+            self.damaged.add(path)
             self.run.say(f"{path} is damaged or no checkpoint: {problem}")
         if candidates:
             refuse(f"--resume {resume}: no undamaged checkpoint to go on from; {elsewhere}")
@@ -938,7 +941,7 @@ class Checkpoints:
 
     def same(self, path: Path) -> dict[str, Any]:
         """A checkpoint's description; refuses one of another model, data or batch plan."""
-        description, now = read_description(path), self.run.facts["flags"]
+        description, now = read_description(path), self.run.flags
         before, other = description["flags"], description["contents"] != self.contents
         changed = [
             f"--{name} {before.get(name)} (now {now.get(name)})"
@@ -998,6 +1001,7 @@ class Checkpoints:
         os.sync()  # directories too: DCP has synced its files alone
         shutil.rmtree(self.last, ignore_errors=True)  # a damaged one, passed over at the start
         temporary.rename(self.last)
+        self.damaged.discard(self.last)
         os.sync()
         self.remove_old()
 
@@ -1008,7 +1012,8 @@ class Checkpoints:
                 losses[path] = read_description(path)["progress"]["validation_loss"]
             except ValueError as problem:
                 say(f"{path} is left alone: {problem}")
-        best = min((p for p in losses if losses[p] is not None), key=losses.get, default=None)
+        known = [p for p in losses if losses[p] is not None and math.isfinite(losses[p])]
+        best = min(known, key=losses.get, default=None)
         for path in [*losses][self.keep :]:
             if path != best:
                 path.rename(path.with_suffix(".tmp"))  # gone at once, whatever happens now
@@ -1018,10 +1023,8 @@ class Checkpoints:
 # --- A run: its directory, metrics and progress ---------------------------------------------------
 
 # Dense bf16 FLOP/s from the makers' data sheets (where "with sparsity" stands for twice as much).
-PEAK_FLOPS = {
-    "B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12,
-    "L40S": 362e12, "L4": 121e12, "A10G": 70e12, "RTX 4090": 165e12, "RTX 3090": 71e12,
-}  # fmt: skip
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12}
+PEAK_FLOPS |= {"A100": 312e12, "L40S": 362e12, "A10G": 70e12, "RTX 4090": 165e12}
 
 
 class ModelSize:
@@ -1066,7 +1069,7 @@ class Run:
 
     def __init__(self, flags: dict, shape: Shape, device: torch.device, rank: int, ranks: int):
         self.directory, run_dir = Path(flags["run_dir"]), flags["run_dir"]
-        self.device, self.rank, self.ranks = device, rank, ranks
+        self.flags, self.device, self.rank, self.ranks = flags, device, rank, ranks
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         self.peak_flops = next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
         self.timeout = datetime.timedelta(minutes=flags["timeout_minutes"])
@@ -1090,16 +1093,14 @@ class Run:
     def begin(self, resumed: Path | None, step: int) -> None:
         """All checks have passed and training begins after `step`; signals now ask it to stop."""
         self.first_step, self.spoken, self.started = step, 0.0, time.perf_counter()
-        flags = self.facts["flags"]
         for group in dist.distributed_c10d._world.pg_map:  # those of a mesh have torch's default
             dist.distributed_c10d._set_pg_timeout(self.timeout, group)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: setattr(self, "stop_requested", True))
         if self.rank:
             return
-        for pattern in ("*.tmp", "checkpoints/*.tmp"):  # left by a run that died while writing
-            for leftover in self.directory.glob(pattern):
-                shutil.rmtree(leftover)
+        for leftover in [*self.directory.glob("*.tmp"), *self.directory.glob("checkpoints/*.tmp")]:
+            shutil.rmtree(leftover)  # of a run that died while writing
         own = resumed and resumed.resolve().parents[1] == self.directory.resolve()
         self.metrics.seek(0)  # keep the lines up to `step`; the last one may be half written
         whole = [line for line in self.metrics.readlines() if line.endswith("\n")]
@@ -1107,19 +1108,19 @@ class Run:
         self.metrics.truncate(len("".join(kept)))
         self.trace(step)
         (self.directory / "config.json").write_text(json.dumps(self.facts, indent=2) + "\n")
-        if flags["wandb_project"]:
+        if self.flags["wandb_project"]:
             import wandb
 
             # One id as long as the directory lives, so that a resumed run goes on in wandb too.
-            run_id = fingerprint(os.fstat(self.metrics.fileno()).st_ino, flags["run_dir"])[:16]
-            options = {"project": flags["wandb_project"], "id": run_id, "resume": "allow"}
-            self.wandb = wandb.init(config=self.facts, dir=self.directory, **options)
+            run_id = fingerprint(os.fstat(self.metrics.fileno()).st_ino, self.flags["run_dir"])[:16]
+            options = {"project": self.flags["wandb_project"], "id": run_id, "dir": self.directory}
+            self.wandb = wandb.init(config=self.facts, resume="allow", **options)
             # Not wandb's own step, which must grow: a resumed run repeats some.
             self.wandb.define_metric("*", step_metric="step")
 
     def trace(self, step: int) -> None:
         """`step` is done: profile on rank 0 from the first of --trace_steps to the last."""
-        first, last = self.facts["flags"]["trace_steps"] or (0, 0)
+        first, last = self.flags["trace_steps"] or (0, 0)
         if self.rank == 0 and step + 1 == first:
             self.profiler = torch.profiler.profile()
             self.profiler.start()
@@ -1155,7 +1156,7 @@ class Run:
         line["mfu"] = peak and self.size.flops(batch) / seconds / peak
         self.log(line | {"peak_memory_gib": peak_memory(self.device) / 2**30})
         self.trace(step)
-        now, steps = time.perf_counter(), self.facts["flags"]["steps"]
+        now, steps = time.perf_counter(), self.flags["steps"]
         if step in (self.first_step + 1, steps) or now - self.spoken > 10:
             left = (now - self.started) / (step - self.first_step) * (steps - step)
             speed = f"{line['tokens_per_second']:,.0f} tokens/s  {left:,.0f} s left"
@@ -1170,15 +1171,14 @@ class Run:
         self.log({"step": step} | line)
         self.say(f"step {step}: validation loss {loss:.4f}")
 
-    def finish(self, step: int, checkpoint: Path, prompt: np.ndarray, script: str) -> None:
+    def finish(self, step: int, checkpoint: Path, prompt: np.ndarray, following: str) -> None:
         """Training is over: rank 0 writes `hf/`, shows what the model writes, says what is next."""
         if self.rank:
             return
-        flags = self.facts["flags"]
-        if step < flags["steps"]:
-            again = "" if flags["resume"] == "auto" else " with --resume auto"
+        if step < self.flags["steps"]:
+            again = "" if self.flags["resume"] == "auto" else " with --resume auto"
             there = f"saved in {checkpoint}; the same command{again} goes on from there"
-            return say(f"stopped after step {step} of {flags['steps']}, {there}")
+            return say(f"stopped after step {step} of {self.flags['steps']}, {there}")
         with refusing(f"cannot write {self.directory}/hf ({checkpoint} is intact)", code=1):
             export(checkpoint, self.directory / "hf")
         try:
@@ -1186,8 +1186,11 @@ class Run:
             say(f"--- the model continues the first tokens of a held-out text:\n{sample}\n---")
         except Exception as error:  # all outputs are there: the run has succeeded
             say(f"no sample of the model: {error}")
-        say(f"files: {self.directory}/metrics.jsonl, and {self.directory}/hf for transformers")
-        say(f"next:  torchrun --standalone --nproc-per-node={self.ranks} {script}")
+        files = f"{self.directory}/metrics.jsonl, and {self.directory}/hf for transformers"
+        say(f"files: {files}\nnext:  {following}")
+
+
+SAMPLING = {"max_new_tokens": 160, "do_sample": True, "temperature": 0.6}
 
 
 def continue_prompt(directory: Path, prompt: np.ndarray) -> str:
@@ -1196,17 +1199,15 @@ def continue_prompt(directory: Path, prompt: np.ndarray) -> str:
     model = transformers.AutoModelForCausalLM.from_pretrained(directory)
     ids = torch.from_numpy(prompt.astype(np.int64))[None]
     torch.manual_seed(0)
-    options = {"max_new_tokens": 160, "do_sample": True, "temperature": 0.5}
-    options |= {"attention_mask": torch.ones_like(ids), "pad_token_id": tokenizer.eos_token_id}
-    return tokenizer.decode(model.generate(ids, **options)[0])
+    options = {"attention_mask": torch.ones_like(ids), "pad_token_id": tokenizer.eos_token_id}
+    return tokenizer.decode(model.generate(ids, **SAMPLING, **options)[0])
 
 
 def command_line() -> None:
     if len(sys.argv) != 4 or sys.argv[1] != "export":
         refuse("usage: python common.py export CHECKPOINT OUT")
     checkpoint, out = Path(sys.argv[2]), Path(sys.argv[3])
-    problem = f"{out} exists already" if out.exists() else damage(checkpoint)
-    if problem:
+    if problem := (f"{out} exists already" if out.exists() else damage(checkpoint)):
         refuse(f"export of {checkpoint}: {problem}")
     export(checkpoint, out)
 

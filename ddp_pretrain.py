@@ -441,7 +441,8 @@ def main() -> None:
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    run.finish(progress["step"], checkpoints.last, validation.prompt(), "fsdp1_pretrain.py")
+    following = "torchrun --standalone --nproc-per-node=2 fsdp1_pretrain.py"
+    run.finish(progress["step"], checkpoints.last, validation.prompt(), following)
 
 
 if __name__ == "__main__":

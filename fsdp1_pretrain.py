@@ -470,7 +470,8 @@ def main() -> None:
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    run.finish(progress["step"], checkpoints.last, validation.prompt(), "fsdp2_pretrain.py")
+    following = "torchrun --standalone --nproc-per-node=2 fsdp2_pretrain.py"
+    run.finish(progress["step"], checkpoints.last, validation.prompt(), following)
 
 
 if __name__ == "__main__":

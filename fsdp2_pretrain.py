@@ -102,7 +102,7 @@ class Config:
         if not first <= last <= max(1, self.steps):
             raise ValueError("--trace_steps are a first and a last step of the run")
         ranks = int(os.environ.get("WORLD_SIZE", 1))
-        if ranks % self.dp_replicate:
+        if self.steps and ranks % self.dp_replicate:
             raise ValueError(f"--dp_replicate {self.dp_replicate} does not divide {ranks} ranks")
         unit = self.micro_batch_tokens * ranks
         if self.global_batch_tokens % unit:
@@ -459,7 +459,8 @@ def main() -> None:
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    run.finish(progress["step"], checkpoints.last, validation.prompt(), "ddp_pretrain.py")
+    following = f"torchrun --nproc-per-node=2 fsdp2_sft.py --init_from {config.run_dir}"
+    run.finish(progress["step"], checkpoints.last, validation.prompt(), following)
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ class Config:
         if not first <= last <= max(1, self.steps):
             raise ValueError("--trace_steps are a first and a last step of the run")
         ranks = int(os.environ.get("WORLD_SIZE", 1))
-        if ranks % self.dp_replicate:
+        if self.steps and ranks % self.dp_replicate:
             raise ValueError(f"--dp_replicate {self.dp_replicate} does not divide {ranks} ranks")
         unit = self.micro_batch_tokens * ranks
         if self.global_batch_tokens % unit:
@@ -162,10 +162,10 @@ def chat_tokenizer(name: str) -> tuple[Any, int]:
         ids, learned = encode(tokenizer, sample, answers=1)
         if any(message["content"] not in tokenizer.decode(ids) for message in sample):
             raise ValueError("it leaves the text of messages out")
-    # The end of a turn is the last added token that is learned; blank ones only stand around it.
+    # A turn ends with the last learned token that is not blank, if that is an added one.
     added = tokenizer.added_tokens_decoder
-    ends = [i for i in ids[learned].tolist() if i in added and str(added[i]).strip()]
-    tokenizer.eos_token = str(added[ends[-1]]) if ends else tokenizer.eos_token
+    ends = [i for i in ids[learned].tolist() if tokenizer.decode([i]).strip()][-1:]
+    tokenizer.eos_token = str(added[ends[0]]) if added.keys() & ends else tokenizer.eos_token
     endings |= {tokenizer.eos_token, None}
     if tokenizer.pad_token in endings:  # a model would learn not to stop: take a token without use
         special = [str(token) for i, token in added.items() if token.special and i not in ids]
@@ -187,7 +187,8 @@ def encode(tokenizer: Any, messages: list[dict[str, str]], answers: int):
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     start, stop = np.array(encoding.offsets).reshape(-1, 2).T  # in characters
     learned = np.zeros(len(encoding.ids), bool)
-    for begin, end in stretches[-answers:]:
+    each = len(stretches) // sum(message["role"] == "assistant" for message in messages)
+    for begin, end in stretches[-answers * max(each, 1) :]:
         learned |= (start < end) & (stop > begin)
     return np.array(encoding.ids, np.uint32), learned
 
@@ -547,7 +548,8 @@ def main() -> None:
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    run.finish(progress["step"], checkpoints.last, validation.prompt(), "fsdp2_sft.py")
+    following = f"README.md shows how to chat with {config.run_dir}/hf"
+    run.finish(progress["step"], checkpoints.last, validation.prompt(), following)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The scripts against bare loops of their strategies and against the libraries people would pick.
 
     python -m venv .peers && .peers/bin/pip install -r bench/requirements.txt
-    python bench/compare.py [pretraining] [fine-tuning] [steps] [--turns N]
+    python bench/compare.py [--only pretraining|fine-tuning|steps] [--turns N]
 
 One model, Qwen2's shape with 4 layers of width 256, in fp32 on 2 gloo ranks with one thread each.
 Contestants that are compared are alive at the same time, and one after the other trains three steps
@@ -347,10 +347,10 @@ def draw(tables: dict[str, Any], path: Path) -> None:
 def main() -> None:
     reader = shared.parser(__doc__)
     works = [*GROUPS, "steps"]
-    reader.add_argument("works", nargs="*", choices=[[], *works], metavar="WORK")
+    reader.add_argument("--only", choices=works, help="not all three")
     reader.add_argument("--turns", type=shared.positive, default=EPOCH, help="of a run, at most")
     given = reader.parse_args()
-    chosen = given.works or works
+    chosen = [given.only] if given.only else works
     if chosen != ["steps"] and not (ROOT / ".peers/bin/python").exists():
         raise SystemExit(f"first: {PEERS}")
     cpu = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())

@@ -159,7 +159,8 @@ def run(corpus, tmp_path_factory):
             directory = tmp_path_factory.mktemp("run")
             flags = RUN_FLAGS | {"dataset": corpus, "run_dir": directory} | flags
             result = launch(ranks, script, flags)
-            assert (result.returncode, result.stderr) == (0, "")
+            alone = ranks == 1 and script.startswith("fsdp1")  # FSDP1 says that it shards nothing
+            assert result.returncode == 0 and (alone or result.stderr == ""), result.stderr
             done[key] = directory
         return done[key]
 

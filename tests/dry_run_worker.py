@@ -31,7 +31,8 @@ def really(script, config, vocabulary: int) -> dict:
 
     with watch:
         model, decayed = script.build_model(config, shape, dry_run.CPU)
-        step(model, decayed)  # DDP makes new buckets in its second one
+        for _ in range(2):  # DDP makes new buckets in its second step
+            step(model, decayed)
         gc.collect()
         with torch.profiler.profile() as profiler:
             kept = dry_run.observe(script, config, model, decayed, batch, watch)
