@@ -29,6 +29,7 @@ from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # not needed, and not to be asked about
 warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # FSDP1 does
+warnings.filterwarnings("ignore", ".*NO_SHARD")  # what FSDP1 says of a single rank
 
 import collectives  # noqa: E402
 import shared  # noqa: E402
@@ -156,6 +157,10 @@ class Watch(collectives.Ledger):
 
     def on_device(self, held: dict[str, int]) -> int:
         return sum(size for kind, size in held.items() if kind not in self.elsewhere)
+
+    def restart(self) -> None:
+        """Forget what has been seen but for what is held now."""
+        self.calls, self.peak, self.flops = [], {}, 0
 
     def freed(self, piece: Piece) -> None:
         self.held[piece.kind] -= piece.bytes
@@ -318,7 +323,8 @@ def observe(script: Any, config: Any, model: Any, decayed: Any, batch: Any, watc
     for kind, tensors in {"parameters": parameters, "optimizer state": moments}.items():
         for tensor in tensors:
             watch.add(storage_of(tensor), kind)
-    watch.calls, watch.peak, watch.flops, gradients = [], {}, 0, []
+    watch.restart()
+    gradients: list[int] = []
     optimizer.register_step_pre_hook(
         lambda *_: gradients.append(nbytes(p.grad for p in parameters if p.grad is not None))
     )

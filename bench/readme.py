@@ -32,7 +32,7 @@ from shared import ROOT
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [  # in hunks that only name things: they are left out if no reason has them
     '"""Causal-LM', "What a rank keeps", "What moves in a step", "parameters whole. FSDP",
-    "Choose ", "torchrun --standalone", "`diff ", "import ", "run_dir: str", "run.finish(",
+    "Choose ", "torchrun --standalone", "`diff ", "import ", "run_dir: str", "following = ",
 ]  # fmt: skip
 LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
     ("ddp_pretrain", "fsdp1_pretrain"): [

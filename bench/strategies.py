@@ -147,6 +147,10 @@ class Recorder(Watch):
 
     def __init__(self) -> None:
         super().__init__()
+        self.restart()
+
+    def restart(self) -> None:
+        super().restart()
         self.moments: list[tuple[int, dict[str, int]]] = []
         self.moves: list[tuple[int, Any]] = []
 

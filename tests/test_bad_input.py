@@ -51,7 +51,10 @@ CASES = {
     "missing glob": ({"dataset": "FOLDER/no*.parquet"}, "no.*parquet cannot be read: ."),
     "missing hub dataset": ({"dataset": "nobody/nothing"}, "nobody/nothing cannot be read"),
     "missing split": ({"dataset_split": "dev"}, "cannot be read: .*dev"),
-    "empty file": ({"dataset": "FOLDER/empty.jsonl"}, "empty.jsonl cannot be read: nothing is there"),
+    "empty file": (
+        {"dataset": "FOLDER/empty.jsonl"},
+        "empty.jsonl cannot be read: nothing is there",
+    ),
     "invalid UTF-8": ({"dataset": "FOLDER/latin.jsonl"}, "latin.jsonl cannot be read: .*utf-8"),
     "no text": ({"dataset": "FOLDER/blank.txt"}, "fewer than two documents"),
     "one document": ({"dataset": "FOLDER/one.txt"}, "fewer than two documents"),
