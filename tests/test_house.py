@@ -35,7 +35,8 @@ def lines_of_code(text: str) -> int:
 
 
 def test_the_counter_counts_code_alone():
-    text = '"""Doc\nstring."""\n\n# comment\nx = 1  # more\n\n\ndef f():\n    """Doc."""\n    return """a\nb"""\n'
+    text = '"""Doc\nstring."""\n\n# comment\nx = 1  # more\n\n\ndef f():\n    """Doc."""\n'
+    text += '    return """a\nb"""\n'
     assert lines_of_code(text) == 4
 
 
