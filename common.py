@@ -38,7 +38,6 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -373,7 +372,8 @@ class Rows:
 
     def __init__(self, table: Any):
         self.tokens, self.learned = table["tokens"], table["learned"]
-        self.notes = Counter(table["note"].to_pylist())
+        notes = table["note"].value_counts().to_pylist()
+        self.notes = {note["values"]: note["counts"] for note in notes}
         self.lengths = pc.list_value_length(self.tokens).to_numpy().astype(np.int64) - 1
         numbers = (table[name].to_numpy() for name in ("labels", "digest", "bytes"))
         self.labels, self.digest, self.bytes = numbers

@@ -27,7 +27,7 @@ SMALL = {
 
 
 RUN_FLAGS = {**SMALL, "steps": 6, "eval_every": 4, "eval_batches": 100, "learning_rate": 0.01}
-RUN_FLAGS |= {"grad_clip": 0, "tokenizer": "bytes"}
+RUN_FLAGS |= {"grad_clip": 0, "tokenizer": "bytes", "min_learning_rate": 4e-4}
 
 
 @pytest.fixture(scope="session", autouse=True)

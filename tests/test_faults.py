@@ -115,7 +115,9 @@ def test_a_signal_before_the_first_step_ends_the_run_and_leaves_nothing(flags, t
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGTERM, marks=pytest.mark.drill), signal.SIGINT]
+)
 def test_signal_to_the_launcher(flags, tmp_path, number):
     """torchrun passes it on, and itself ends with 1; one process alone ends with 0."""
     alone = number == signal.SIGINT
@@ -216,7 +218,7 @@ def wait_until(condition: Callable, seconds: float) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("moment", ["importing", "training"])
+@pytest.mark.parametrize("moment", ["importing", pytest.param("training", marks=pytest.mark.drill)])
 def test_ranks_without_a_launcher_end_within_a_minute(flags, tmp_path, moment):
     """torchrun is killed; ranks that train save first."""
     words = arguments(flags | {"run_dir": tmp_path, "steps": 100_000, "checkpoint_every": 10**6})
@@ -352,7 +354,7 @@ def test_what_a_resume_refuses(flags, texts, copied, tmp_path):
         ),
         (
             {"run_dir": copied, "resume": copied / "checkpoints/step_00000004"},
-            "6 is later; take an",
+            "6 is later; to begin anew take",
         ),
         ({"run_dir": copied, "resume": "never"}, "holds checkpoints; take another --run_dir"),
     ]
@@ -517,7 +519,7 @@ def checkpoints_of(run_dir: Path, monkeypatch, keep: int = 2) -> common.Checkpoi
     made = object.__new__(common.Checkpoints)
     made.run = SimpleNamespace(directory=run_dir, facts={"flags": {}}, say=print)
     made.directory, made.keep, made.contents = run_dir / "checkpoints", keep, "x"
-    made.rank, made.ranks, made.group = 0, 1, None
+    made.rank, made.ranks, made.group, made.damaged = 0, 1, None, set()
     made.shape = made.tokenizer = SimpleNamespace(save_pretrained=lambda path: None)
 
     def gather(parts: list, mine: dict, group: None) -> None:

@@ -78,7 +78,7 @@ def test_compiled_modes_of_every_script(run_worker):
     slow = run_worker("drill")
     for case in slow:
         check_agreement(slow, case)
-    check_graphs(slow, 6)
+    check_graphs(slow, 12)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -148,7 +148,7 @@ def check_graphs(seen: dict, number: int) -> None:
 
 
 def test_nothing_is_compiled_twice(seen):
-    check_graphs(seen, 3 * 2 + 3)
+    check_graphs(seen, 3)
 
 
 @pytest.mark.parametrize("name", OWN_MODES)

@@ -132,7 +132,8 @@ def wait_for_steps(launch, run_dir, number: int, limit: float = 60) -> None:
     raise AssertionError(f"no {number} steps in {limit} seconds: {launch.end(1)}")
 
 
-@pytest.mark.parametrize("comes_back", [False, pytest.param(True, marks=pytest.mark.drill)])
+@pytest.mark.drill
+@pytest.mark.parametrize("comes_back", [False, True])
 def test_a_node_that_dies_ends_or_restarts_the_other(nodes, corpus, tmp_path, comes_back):
     flags = RUN_FLAGS | {"dataset": corpus, "run_dir": tmp_path / "run", "steps": 200}
     flags |= {"checkpoint_every": 20, "timeout_minutes": 0.5}
