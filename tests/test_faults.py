@@ -356,7 +356,7 @@ def test_what_a_resume_refuses(flags, texts, copied, tmp_path):
             {"run_dir": copied, "resume": copied / "checkpoints/step_00000004"},
             "6 is later; to begin anew take",
         ),
-        ({"run_dir": copied, "resume": "never"}, "holds checkpoints; take another --run_dir"),
+        ({"run_dir": copied, "resume": "never"}, "holds checkpoints; to begin anew take"),
     ]
     before = tree(copied)
     for change, expected in cases:
