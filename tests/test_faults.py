@@ -153,6 +153,7 @@ def wait_for_steps(run_dir: Path, number: int) -> None:
 # --- Dead, failing and stalled ranks --------------------------------------------------------------
 
 
+@pytest.mark.drill
 def test_torchrun_restarts_go_on_from_the_newest_checkpoint(flags, whole, tmp_path, monkeypatch):
     """Even with --resume never: only the first start is a fresh one."""
     faults = [
