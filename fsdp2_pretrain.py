@@ -61,7 +61,7 @@ class Config:
     batching: Literal["bucketed", "packed"] = flag("bucketed", "rows of like length, or packed")
     micro_batch_tokens: PositiveInt = flag(1024, "token positions of a forward pass, padding too")
     global_batch_tokens: PositiveInt = flag(4096, "token positions of a step, over all ranks")
-    steps: Annotated[int, Field(ge=0, lt=10**8)] = flag(520, "optimizer steps; 0: prepare the data")
+    steps: Annotated[int, Field(ge=0, lt=10**8)] = flag(550, "optimizer steps; 0: prepare the data")
     learning_rate: PositiveFloat = flag(5e-3, "peak learning rate of AdamW")
     min_learning_rate: NonNegativeFloat = flag(1e-4, "learning rate at the end of the cosine")
     warmup_steps: NonNegativeInt = flag(20, "steps of linear warm-up")
