@@ -5,13 +5,13 @@
 
 One model, Qwen2's shape with 4 layers of width 256, in fp32 on 2 gloo ranks with one thread each.
 Contestants that are compared are alive at the same time, and one after the other trains three steps
-while the others stand still: the speed of a shared machine changes within minutes. Three runs of
+while the others stand still: the speed of a shared machine changes within minutes. So on for
 several such turns each (N at most), there and back without pause; the first three steps of all are
 left out. pretraining: rows of 256 tokens, 8 a rank; the same rows from the same weights, so that
 all must show the same losses. fine-tuning: 2,000 conversations of up to 2,048 bytes, about 8,000
-tokens a step, with the script's default flags; where steps are of short rows or of long ones, a run
-is about an epoch. Prints tokens per second without padding and the ratio to a reference, both the
-median of the runs, and the standard error of the ratios of single turns.
+tokens a step, with the script's default flags; where steps are of short rows or of long ones, the
+turns are about an epoch. Prints tokens per second without padding, the ratio to a reference, and
+the standard error of the ratios of single turns.
 
 steps: script and bare loop in one process, a step each in turn, on the rows of pretraining: even
 two processes of the same program differ by a few per cent.
@@ -24,7 +24,6 @@ import math
 import os
 import re
 import select
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -41,8 +40,7 @@ import common
 import ddp_pretrain
 import fsdp2_sft
 
-RUNS = 3
-FEW, EPOCH = 5, 19  # turns of a run: of steps that are all alike, of about an epoch
+FEW, EPOCH = 10, 20  # turns: of steps that are all alike, of about an epoch
 PEERS = "python -m venv .peers && .peers/bin/pip install -r bench/requirements.txt"
 BEST = "bf16, compiled"
 # Groups that take turns: how many a run, and contestant -> what it is compared with.
@@ -60,11 +58,8 @@ GROUPS: dict[str, list[tuple[int, dict[str, str]]]] = {
         for name in STRATEGIES
     ],
     "fine-tuning": [
-        (
-            EPOCH,
-            {name: "trl grouped" for name in ("trl default", "trl grouped", "fsdp2_sft bucketed")},
-        ),
-        (FEW, {name: "trl packed" for name in ("trl packed", "fsdp2_sft packed")}),
+        (EPOCH, {name: "trl grouped" for name in ("trl grouped", "fsdp2_sft bucketed")}),
+        (FEW, {name: "trl packed" for name in ("trl default", "trl packed", "fsdp2_sft packed")}),
     ],
 }
 FLAGS: dict[str, Any] = {
@@ -225,7 +220,7 @@ def take_turns(group: dict[str, str], turns: int, folder: Path) -> dict[str, dic
         python = str(ROOT / ".peers/bin/python") if peer else sys.executable
         running.append(Contestant(python, folder, name))
         running[-1].wait()
-    for _ in range(RUNS * turns):
+    for _ in range(turns):
         running.reverse()  # the machine's drift favours nobody
         for contestant in running:
             contestant.go()
@@ -233,46 +228,39 @@ def take_turns(group: dict[str, str], turns: int, folder: Path) -> dict[str, dic
     return {contestant.name: contestant.finish() for contestant in running}
 
 
-def speeds(one: dict[str, Any], parts: int) -> np.ndarray:
-    """Tokens per second of every such part of the steps, without the first turn."""
+def speeds(one: dict[str, Any]) -> tuple[float, np.ndarray]:
+    """Tokens per second of all steps but those of the first turn, and of every turn."""
     tokens, seconds = (
-        np.array(one[kind][TURN:]).reshape(parts, -1).sum(axis=1) for kind in ("tokens", "seconds")
+        np.array(one[kind][TURN:]).reshape(-1, TURN).sum(axis=1) for kind in ("tokens", "seconds")
     )
-    return tokens / seconds
+    return tokens.sum() / seconds.sum(), tokens / seconds
 
 
 def contest(work: str, most: int) -> dict[str, dict[str, Any]]:
-    """The table of all contestants; at most so many turns a run."""
+    """The table of all contestants; at most so many turns."""
     seen: dict[str, dict[str, Any]] = {}
-    by_run: dict[str, np.ndarray] = {}
-    error = {}
+    table = {}
     for turns, group in GROUPS[work]:
         turns = min(turns, most)
         with tempfile.TemporaryDirectory() as folder:
-            settings = prepare(work, Path(folder), TURN * (1 + RUNS * turns))
+            settings = prepare(work, Path(folder), TURN * (1 + turns))
             seen |= take_turns(group, turns, Path(folder))
         print(", ".join(group), "are done", flush=True)
-        by_turn = {name: speeds(seen[name], RUNS * turns) for name in group}
         for name, reference in group.items():
-            by_run[name] = speeds(seen[name], RUNS)
-            ratios = by_turn[name] / by_turn[reference]
-            error[name] = statistics.stdev(ratios) / math.sqrt(len(ratios))
+            whole, by_turn = speeds(seen[name])
+            beside, beside_by_turn = speeds(seen[reference])
+            ratios = by_turn / beside_by_turn
+            table[name] = {
+                "tokens_per_second": whole,
+                "reference": reference,
+                "ratio": whole / beside,
+                "error": ratios.std() / math.sqrt(len(ratios)),
+                "padding": seen[name].get("padding", 0.0),
+                "peak_gib": seen[name]["peak_gib"],
+                "losses": seen[name]["losses"],
+            }
     prove_equal_work(seen, settings)
-    return {
-        name: {
-            "tokens_per_second": statistics.median(by_run[name]),
-            "reference": reference,
-            "ratio": statistics.median(by_run[name] / by_run[reference]),
-            "error": error[name],
-            "padding": seen[name].get("padding", 0.0),
-            "peak_gib": seen[name]["peak_gib"],
-            "losses": seen[name]["losses"],
-            "all": by_run[name].tolist(),
-            "learned": seen[name].get("learned"),
-        }
-        for _, group in GROUPS[work]
-        for name, reference in group.items()
-    }
+    return table
 
 
 def step_by_step(most: int) -> dict[str, dict[str, float]]:
@@ -281,7 +269,7 @@ def step_by_step(most: int) -> dict[str, dict[str, float]]:
     for strategy in STRATEGIES:
         with tempfile.TemporaryDirectory() as own:
             folder, name = Path(own), f"steps {strategy}"
-            prepare("steps", folder, TURN * (1 + RUNS * most))
+            prepare("steps", folder, TURN * (1 + most))
             (folder / name).mkdir()
             command = torchrun(folder, name, sys.executable)
             done = subprocess.run(command, env=ENVIRONMENT, text=True, capture_output=True)
@@ -338,7 +326,6 @@ def draw(tables: dict[str, Any], path: Path) -> None:
             ours = name.split()[0] not in ("bare", "trainer", "trl")
             colour = "#1d3557" if ours else "#a8b3c2"
             axis.barh(place, row["tokens_per_second"], color=colour)
-            axis.plot(row["all"], [place] * len(row["all"]), "|", color="#f2a65a")  # the runs
         axis.set_yticks(range(len(names)), names, fontsize=8)
         axis.set_title(f"{work}: tokens/s", fontsize=9)
     shared.finish(figure, path)
@@ -348,7 +335,7 @@ def main() -> None:
     reader = shared.parser(__doc__)
     works = [*GROUPS, "steps"]
     reader.add_argument("--only", choices=works, help="not all three")
-    reader.add_argument("--turns", type=shared.positive, default=EPOCH, help="of a run, at most")
+    reader.add_argument("--turns", type=shared.positive, default=EPOCH, help="at most")
     given = reader.parse_args()
     chosen = [given.only] if given.only else works
     if chosen != ["steps"] and not (ROOT / ".peers/bin/python").exists():

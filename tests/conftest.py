@@ -116,10 +116,15 @@ def arguments(flags: dict) -> list[str]:
     return words
 
 
-def torchrun(ranks: int, *words: str, timeout: float = 300) -> subprocess.CompletedProcess:
+def torchrun(
+    ranks: int, *words: str, timeout: float = 300, **variables: str
+) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", *words]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True,
+        timeout=timeout,
+    )  # fmt: skip
 
 
 class Forked:

@@ -40,13 +40,16 @@ def start(
             os.dup2(out.fileno(), 1)
             os.dup2(err.fileno(), 2)
             run(script, faults, words)
-            os._exit(0)
+            raise SystemExit  # as a script's own end: what still lives then may abort
         children.append(child)
     return children
 
 
 def join(ranks: list[int], limit: float) -> list[int]:
-    """Exit codes. Once one rank has ended badly the others get SIGTERM, as from torchrun."""
+    """Exit codes. Once one rank has ended badly the others get SIGTERM, as from torchrun.
+
+    Again and again, unlike torchrun: who has lost a neighbour then ends before its time to speak.
+    """
     codes: dict[int, int] = {}
     deadline = time.monotonic() + limit
     while len(codes) < len(ranks):
@@ -56,9 +59,10 @@ def join(ranks: list[int], limit: float) -> list[int]:
                 codes[child] = os.waitstatus_to_exitcode(status)
                 if codes[child]:
                     deadline = min(deadline, time.monotonic() + 20)
-                    time.sleep(0.2)
-                    for other in set(ranks) - codes.keys():
-                        os.kill(other, signal.SIGTERM)
+        if any(codes.values()):
+            time.sleep(0.2)
+            for other in set(ranks) - codes.keys():
+                os.kill(other, signal.SIGTERM)
         if time.monotonic() > deadline:
             for child in set(ranks) - codes.keys():
                 os.kill(child, signal.SIGKILL)
