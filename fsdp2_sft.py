@@ -38,9 +38,7 @@ from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, Positi
 from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -128,6 +126,11 @@ def init_process_group(config: Config) -> torch.device:
     # gloo beside NCCL, for what lies in CPU memory: Python objects, offloaded gradients.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     return device
+
+
+def share_of_data(config: Config) -> tuple[int, int]:
+    """Which part of the data this rank trains on, and of how many: here each rank has its own."""
+    return dist.get_rank(), dist.get_world_size()
 
 
 # --- Conversations --------------------------------------------------------------------------------
@@ -220,9 +223,9 @@ KINDS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "c
 KEPT = [getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default for kind in KINDS]
 KEPT += [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
 KEPT += [torch.ops.torch_attn._varlen_attn.default]  # attention within documents, on CUDA
-# Collectives inside a block, as tensor parallelism has; those of this script are around it.
-INSIDE_BLOCKS = torch.ops._c10d_functional
-KEPT += [INSIDE_BLOCKS.all_gather_into_tensor.default, INSIDE_BLOCKS.reduce_scatter_tensor.default]
+# Collectives inside a block, as tensor and context parallelism have: here they are around it.
+COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+KEPT += [getattr(torch.ops._c10d_functional, kind).default for kind in COLLECTIVES]
 
 
 def architecture(config: Config, vocabulary: int) -> PreTrainedConfig:
@@ -232,15 +235,10 @@ def architecture(config: Config, vocabulary: int) -> PreTrainedConfig:
     hidden, feed_forward, blocks, heads, rotary_base, initial_std = SHAPES[config.model]
     return Qwen2Config(
         vocab_size=math.ceil(vocabulary / 64) * 64,  # a multiple of 64 keeps matmuls fast
-        hidden_size=hidden,
-        intermediate_size=feed_forward,
-        num_hidden_layers=blocks,
-        num_attention_heads=heads,
-        num_key_value_heads=2,
-        rope_parameters={"rope_type": "default", "rope_theta": rotary_base},
-        initializer_range=initial_std,
-        tie_word_embeddings=True,
-    )
+        hidden_size=hidden, intermediate_size=feed_forward, num_hidden_layers=blocks,
+        num_attention_heads=heads, initializer_range=initial_std, tie_word_embeddings=True,
+        num_key_value_heads=2, rope_parameters={"rope_type": "default", "rope_theta": rotary_base},
+    )  # fmt: skip
 
 
 def summed_loss(self: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: Any):
@@ -293,9 +291,8 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
     """
     AttentionInterface.register("documents", common.document_attention)
     with torch.device("meta"):  # shapes only, no memory yet
-        model = AutoModelForCausalLM.from_config(
-            shape, dtype=torch.float32, attn_implementation="documents"
-        )
+        options = {"dtype": torch.float32, "attn_implementation": "documents"}
+        model = AutoModelForCausalLM.from_config(shape, **options)
     names = {module: f"{config.seed} {name}" for name, module in model.named_modules()}
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
     blocks = next(each for each in lists if type(each[0]).__name__ in model._no_split_modules)
@@ -315,6 +312,10 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
         if config.compile:
             blocks[i].compile(dynamic=False if static else None)
 
+    sizes = (config.dp_replicate, dist.get_world_size() // config.dp_replicate)  # groups, shards
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
+    sharding: dict[str, Any] = {"mesh": mesh if config.dp_replicate > 1 else mesh["shard"]}
+
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     decayed = {n for n, p in model.named_parameters() if p.ndim > 1 and p not in embeddings}
     in_blocks = {module for block in blocks for module in block.modules()}
@@ -322,13 +323,6 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
     if shape.tie_word_embeddings:
         model.tie_weights()  # giving memory to each module on its own has untied them
 
-    ranks, shards = dist.get_world_size(), dist.get_world_size() // config.dp_replicate
-    mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
-    if config.dp_replicate > 1:  # shard in a group of ranks, all-reduce between groups
-        mesh = init_device_mesh(
-            device.type, (ranks // shards, shards), mesh_dim_names=("replicate", "shard")
-        )
-    sharding: dict[str, Any] = {"mesh": mesh}
     if config.precision == "bf16":  # all that a block computes; shards, and so AdamW, stay fp32
         sharding["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
     if config.cpu_offload:
@@ -365,10 +359,11 @@ def learning_rate_at(step: int, config: Config) -> float:
 # --- Checkpoints ----------------------------------------------------------------------------------
 
 CUDA = torch.cuda.is_available()
-STAGER = DefaultStager(StagingOptions(CUDA, False, False, CUDA))  # copies to (pinned) CPU memory
+# Copies to (pinned) CPU memory.
+STAGER = dcp.staging.DefaultStager(dcp.staging.StagingOptions(CUDA, False, False, CUDA))
 
 
-class State(Stateful):
+class State(dcp.stateful.Stateful):
     """Model and optimizer as one object that DCP can ask and fill.
 
     Tensors go by the model's own parameter names and whole shapes, whatever the strategy: so any
@@ -437,8 +432,8 @@ def add_gradients(model: nn.Module, micro_batch: dict, scale: float, last: bool,
 
 def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
     """Clip to the norm `largest`; returns the norm before, of the whole gradient."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), largest)
-    return norm.full_tensor()  # a DTensor: its local value may cover this rank's shards alone
+    # The norm is a DTensor: its local value may cover this rank's shards alone.
+    return nn.utils.clip_grad_norm_(model.parameters(), largest).full_tensor()
 
 
 def train_step(
@@ -469,8 +464,7 @@ def evaluate(model: nn.Module, batches: common.Batches, config: Config, device: 
     """Mean loss per label, in nats, over the same micro-batches whatever the world size."""
     model.eval()
     total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, labels
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    for micro_batch in batches.evaluation(config.eval_batches, rank, ranks):
+    for micro_batch in batches.evaluation(config.eval_batches, *share_of_data(config)):
         micro_batch = common.to_device(micro_batch, device)
         total[0] += model(**micro_batch)
         total[1] += (micro_batch["labels"] >= 0).sum()
@@ -488,21 +482,17 @@ def main() -> None:
     if config.init_from:  # embeddings for what the template adds
         config.init_from = common.grow_vocabulary(config.init_from, known, len(tokenizer))
         config.model = config.init_from
-    rows = common.load_rows(
-        config.dataset, config.dataset_config, config.dataset_split, common.CONVERSATIONS,
-        chat_rows, tokenizer, config.max_length,
-    )  # fmt: skip
-    batches_of = partial(
-        common.Batches, rows, config.batching, config.max_length, config.micro_batch_tokens,
-        config.pad_to_multiple_of, tokenizer.eos_token_id, config.seed,
-    )  # fmt: skip
+    place = config.dataset, config.dataset_config, config.dataset_split, common.CONVERSATIONS
+    rows = common.load_rows(*place, chat_rows, tokenizer, config.max_length)
+    plan = config.batching, config.max_length, config.micro_batch_tokens, config.pad_to_multiple_of
+    batches_of = partial(common.Batches, rows, *plan, tokenizer.eos_token_id, config.seed)
     training, validation = map(batches_of, rows.split())
     shape = architecture(config, len(tokenizer))
     if config.steps == 0:
         return print("the data is prepared")
 
     device = init_process_group(config)
-    rank, ranks = dist.get_rank(), dist.get_world_size()  # this rank's share of the data, of all
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     run = common.Run(vars(config), shape, device, rank, ranks)
     checkpoints = common.Checkpoints(run, shape, tokenizer, rows, config.keep_checkpoints)
     for note in filter(None, rows.notes):
@@ -520,7 +510,7 @@ def main() -> None:
     run.begin(resumed, progress["step"])
     number = config.global_batch_tokens // config.micro_batch_tokens
     # The step is the position in the data.
-    batches = training.stream(progress["step"], config.steps, number, rank, ranks)
+    batches = training.stream(progress["step"], config.steps, number, *share_of_data(config))
     for step in range(progress["step"] + 1, config.steps + 1):
         started = time.perf_counter()
         batch = next(batches)
@@ -529,10 +519,9 @@ def main() -> None:
         learning_rate = learning_rate_at(step, config)
         loss, grad_norm = train_step(model, optimizer, batch, config, device, learning_rate)
         progress = {"step": step, "tokens": progress["tokens"] + batch.labels}
-        run.log_step(
-            batch, **progress, loss=loss, grad_norm=grad_norm, learning_rate=learning_rate,
-            data_seconds=waited, step_seconds=time.perf_counter() - started,
-        )  # fmt: skip
+        measured = {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate}
+        seconds = {"data_seconds": waited, "step_seconds": time.perf_counter() - started}
+        run.log_step(batch, **progress, **measured, **seconds)
         stopping = run.should_stop()  # a signal came to any rank
         if step % config.eval_every == 0 or step == config.steps:
             progress["validation_loss"] = evaluate(model, validation, config, device)

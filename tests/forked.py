@@ -58,7 +58,7 @@ def join(ranks: list[int], limit: float) -> list[int]:
             if ended:
                 codes[child] = os.waitstatus_to_exitcode(status)
                 if codes[child]:
-                    deadline = min(deadline, time.monotonic() + 20)
+                    deadline = min(deadline, time.monotonic() + 7)
         if any(codes.values()):
             time.sleep(0.2)
             for other in set(ranks) - codes.keys():

@@ -73,7 +73,7 @@ SLOW = {
     "compile": "fsdp2", "compile_bf16": "ddp", "compile_packed": "fsdp1",
     "compile_dynamic": None, "compile_ac_full": None,
 }  # fmt: skip
-STEPS = 3
+STEPS = 2
 
 
 def modes(name: str, drill: bool) -> dict[str, dict]:
