@@ -12,7 +12,7 @@ Choose it when model, gradients and moments do not fit on one GPU, or fit but le
 
     torchrun --standalone --nproc-per-node=2 fsdp2_pretrain.py
 
-`diff fsdp1_pretrain.py fsdp2_pretrain.py` is what changed since FSDP1. Read fsdp2_tp_pretrain.py next.
+`diff fsdp1_pretrain.py fsdp2_pretrain.py` is what changed since FSDP1. Next: fsdp2_tp_pretrain.py.
 """
 
 import gc
