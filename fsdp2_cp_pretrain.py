@@ -104,7 +104,7 @@ class Config:
             raise ValueError("--trace_steps are a first and a last step of the run")
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         if self.steps and ranks % self.context_parallel:
-            raise ValueError(f"--context_parallel {self.context_parallel} does not divide {ranks}")
+            raise ValueError(f"--context_parallel {self.context_parallel} must divide {ranks}")
         ranks = max(1, ranks // self.context_parallel)  # those with data of their own
         unit = self.micro_batch_tokens * ranks
         if self.global_batch_tokens % unit:

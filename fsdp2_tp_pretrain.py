@@ -103,7 +103,7 @@ class Config:
             raise ValueError("--trace_steps are a first and a last step of the run")
         ranks = int(os.environ.get("WORLD_SIZE", 1))
         if self.steps and ranks % self.tensor_parallel:
-            raise ValueError(f"--tensor_parallel {self.tensor_parallel} does not divide {ranks}")
+            raise ValueError(f"--tensor_parallel {self.tensor_parallel} must divide {ranks} ranks")
         ranks = max(1, ranks // self.tensor_parallel)  # those with data of their own
         length = self.micro_batch_tokens if self.batching == "packed" else multiple
         if self.compile and length % self.tensor_parallel:

@@ -2,11 +2,13 @@
 
     torchrun --standalone --nproc-per-node=2 bench/pairs.py
 
-Each writer trains 3 steps, saves in each style and trains 3 more. Each reader loads every one of
-these checkpoints into a model of other weights and trains the same 3 steps. A table cell says what
-differs: losses (to the last bit), moments of AdamW as loaded, or nothing: "equal".
+Each writer trains 2 steps, saves in each style and trains 2 more. Each reader loads every one of
+these checkpoints into a model of other weights and trains the same 2 steps. A table cell says what
+differs: losses, moments of AdamW as loaded (to the last bit), or nothing: "equal". Losses are
+compared to the last bit too, but to 2e-6 where ranks share layers or rows, and so sum otherwise.
 """
 
+import logging
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,17 +16,21 @@ from typing import Any
 import shared
 import torch
 import torch.distributed as dist
-from shared import STRATEGIES, Session
+from shared import Session
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 import ddp_pretrain
 import fsdp1_pretrain
+import fsdp2_cp_pretrain
 import fsdp2_pretrain
+import fsdp2_tp_pretrain
 
-SCRIPTS = dict(zip(STRATEGIES, (ddp_pretrain, fsdp1_pretrain, fsdp2_pretrain)))
+SCRIPTS = {"ddp": ddp_pretrain, "fsdp1": fsdp1_pretrain, "fsdp2": fsdp2_pretrain}
+INSIDE = {"tp": fsdp2_tp_pretrain, "cp": fsdp2_cp_pretrain}
+SCRIPTS |= INSIDE
 STYLES = ["stateful", "separate"]
-STEPS = 3
+STEPS = 2
 FLAGS: dict[str, Any] = {  # without clipping: its norm is summed up in another order by each script
     "grad_clip": 0.0, "micro_batch_tokens": 512, "global_batch_tokens": 4096,
     "activation_checkpointing": "0.5",  # wraps some blocks, which must not show in the names
@@ -64,11 +70,13 @@ def table(folder: Path, data: Any, flags: dict[str, Any]) -> list[list[str]]:
         session.close()
         for style in STYLES:
             rows.append([writer, style])
-            for reader in SCRIPTS.values():
+            for reader_name, reader in SCRIPTS.items():
                 other = Session(reader, reader.Config(**flags, seed=7), data)
                 reader.load_checkpoint(other.state, other.config, folder / writer / style)
                 wrong = [] if same(moments(other), saved) else ["moments"]
-                wrong += [] if train(other, STEPS, 2 * STEPS) == losses else ["losses"]
+                near = 0 if {writer, reader_name}.isdisjoint(INSIDE) else 2e-6
+                pairs = zip(train(other, STEPS, 2 * STEPS), losses)
+                wrong += ["losses"] if any(abs(a / b - 1) > near for a, b in pairs) else []
                 rows[-1].append(" and ".join(wrong) or "equal")
                 other.close()
     return rows
@@ -76,11 +84,13 @@ def table(folder: Path, data: Any, flags: dict[str, Any]) -> list[list[str]]:
 
 def main() -> None:
     shared.read(__doc__)
+    # Of the two gathers that a tensor takes which is cut twice.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     ddp_pretrain.init_process_group(ddp_pretrain.Config())
     with tempfile.TemporaryDirectory() as own:
         folders = [own]
         dist.broadcast_object_list(folders)
-        shared.qwen2(32, 64, 4, 4, 2, 320).save_pretrained(f"{own}/shape")
+        shared.qwen2(32, 64, 2, 4, 2, 320).save_pretrained(f"{own}/shape")
         flags = FLAGS | {"model": f"{own}/shape"}
         data = shared.load_data(ddp_pretrain, ddp_pretrain.Config(**flags))
         rows = table(Path(folders[0]), data, flags)

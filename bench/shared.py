@@ -144,11 +144,9 @@ class Session:
 
     def batches(self, first: int, last: int) -> Iterator[Any]:
         """This rank's part of the global batches of the steps [first, last)."""
-        import torch.distributed as dist
-
         number = self.config.global_batch_tokens // self.config.micro_batch_tokens
-        share, shares = dist.get_rank(), dist.get_world_size()
-        return self.data.training.stream(first, last, number, share, shares)
+        share = self.script.share_of_data(self.config)
+        return self.data.training.stream(first, last, number, *share)
 
     def train_step(self, batch: Any, learning_rate: float = 0.0) -> float:
         """The mean loss of a step."""

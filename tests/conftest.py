@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
 
 SCRIPTS = ["ddp_pretrain.py", "fsdp1_pretrain.py", "fsdp2_pretrain.py"]
+INSIDE = ["fsdp2_tp_pretrain.py", "fsdp2_cp_pretrain.py"]  # ranks share layers, or rows
 # Two micro-batches a rank on 4 ranks, so that every world size accumulates gradients.
 SMALL = {
     "max_length": 512,
@@ -134,11 +135,12 @@ class Forked:
 
 
 def launch(
-    ranks: int, script: str, flags: dict, faults: list | None = None, limit: float = 240
-) -> subprocess.CompletedProcess:
+    ranks: int, script: str, flags: dict, faults: list | None = None, limit: float = 240,
+    orderly: bool = False,
+) -> subprocess.CompletedProcess:  # fmt: skip
     """As torchrun, which ends with 1 if any rank fails; but at once, and with planted faults.
 
-    With 0 ranks as `python script`, with its exit code.
+    With 0 ranks as `python script`, with its exit code. `orderly`: Python's own end, too.
     """
     if Forked.process is None:
         program = [sys.executable, str(ROOT / "tests/forked.py")]
@@ -147,6 +149,7 @@ def launch(
         )
     asked = {"ranks": ranks, "script": script.removesuffix(".py"), "words": arguments(flags)}
     asked |= {"faults": faults or [], "environment": {**os.environ}, "limit": limit}
+    asked["orderly"] = orderly
     print(json.dumps(asked), file=Forked.process.stdin)
     done = json.loads(Forked.process.stdout.readline())
     code = int(any(done["codes"])) if ranks else done["codes"][0]

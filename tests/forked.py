@@ -1,8 +1,9 @@
 """Launches the scripts from one process that has imported everything, one after the other.
 
 A launch by torchrun takes seven seconds before anything happens; ranks forked from here start at
-once. Reads a JSON line a launch, {"ranks", "script", "words", "faults", "environment", "limit"},
-and answers with one: {"codes", "stdout", "stderr"}. With 0 ranks, one process as without torchrun.
+once. Reads a JSON line a launch, {"ranks", "script", "words", "faults", "orderly", "environment",
+"limit"}, and answers with one: {"codes", "stdout", "stderr"}. With 0 ranks, one process as without
+torchrun.
 """
 
 import importlib
@@ -20,10 +21,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import datasets  # noqa: E402, F401
 from faults import run  # noqa: E402
 
+import common  # noqa: E402
+
 
 def start(
-    ranks: int, script: str, words: list[str], faults: list[dict[str, Any]], out: IO, err: IO
-) -> list[int]:
+    ranks: int, script: str, words: list[str], faults: list[dict[str, Any]], orderly: bool,
+    out: IO, err: IO,
+) -> list[int]:  # fmt: skip
     """Fork the ranks, with the environment that torchrun would give them; returns process ids."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -40,7 +44,9 @@ def start(
             os.dup2(out.fileno(), 1)
             os.dup2(err.fileno(), 2)
             run(script, faults, words)
-            raise SystemExit  # as a script's own end: what still lives then may abort
+            if orderly:
+                raise SystemExit  # as a script's own end: what still lives then may abort
+            os._exit(0)  # saves the second that this takes
         children.append(child)
     return children
 
@@ -72,14 +78,15 @@ def join(ranks: list[int], limit: float) -> list[int]:
 
 
 def main() -> None:
-    for script in ("ddp_pretrain", "fsdp1_pretrain", "fsdp2_pretrain", "fsdp2_sft"):
-        importlib.import_module(script)
+    for script in Path(__file__).parents[1].glob("*p*_*.py"):
+        importlib.import_module(script.stem)
+    common.SAMPLING["max_new_tokens"] = 20  # of the text at a run's end
     for line in sys.stdin:
         asked = json.loads(line)
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             os.environ.clear()
             os.environ |= asked["environment"]
-            launch = [asked[name] for name in ("ranks", "script", "words", "faults")]
+            launch = [asked[name] for name in ("ranks", "script", "words", "faults", "orderly")]
             codes = join(start(*launch, out, err), asked["limit"])
             out.seek(0)
             err.seek(0)

@@ -35,7 +35,9 @@ PLACES = [  # calls while a checkpoint is written and published: how often on ra
 def launch(script: str, words: list[str], faults: list[dict]) -> list[int]:
     """What the killed ranks and their neighbours say is no news."""
     with open(os.devnull, "w") as nowhere:
-        return start(RANKS, script, words, faults, nowhere, nowhere if faults else sys.stderr)
+        return start(
+            RANKS, script, words, faults, False, nowhere, nowhere if faults else sys.stderr
+        )
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, RUN_FLAGS, SCRIPTS, arguments, metrics
+from conftest import INSIDE, ROOT, RUN_FLAGS, SCRIPTS, arguments, metrics
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
@@ -59,6 +59,22 @@ def test_world_sizes_agree(run, shape_directory, script, ranks):
         torch.testing.assert_close(tensor, weights[1][name], rtol=1e-3, atol=2e-4)
 
 
+@pytest.mark.parametrize(
+    "script, own",
+    [(INSIDE[0], {}), (INSIDE[1], {}), (INSIDE[1], {"context_parallel": 4})],
+    ids=["tp 2x2", "cp 2x2", "cp 1x4"],
+)
+def test_ranks_that_share_layers_or_rows_change_nothing(run, shape_directory, script, own):
+    """On 4 ranks, of odd row lengths. (On 2, and in all modes: tests/test_modes.py.)"""
+    one = run("fsdp2_pretrain.py", 4, model=shape_directory)
+    other = run(script, 4, model=shape_directory, **own)
+    assert worst(losses(one), losses(other)) < 2e-6
+    training, validation = zip(metrics(one), metrics(other))
+    assert worst(*([line["grad_norm"] for line in lines] for lines in training)) < 5e-6
+    assert worst(*([line["validation_loss"] for line in lines] for lines in validation)) < 2e-6
+    assert training[0][-1]["tokens"] == training[1][-1]["tokens"]
+
+
 def learning_rate(step: int, peak=0.01, least=4e-4, warmup=1) -> float:
     if step <= warmup:
         return peak * step / warmup
@@ -73,7 +89,8 @@ def test_plain_loop_in_one_process_gives_the_same_losses(
 
     Which rows a step holds is asked of common.py; that they are the documents is tested there.
     """
-    directory = run("fsdp2_pretrain.py", 2, init_from=weights_directory, batching=batching)
+    flags = {"init_from": weights_directory, "batching": batching}
+    directories = [run(script, 2, **flags) for script in ("fsdp2_pretrain.py", *INSIDE)]
     tokenizer = common.load_tokenizer("bytes")
     rows = common.load_rows(corpus, None, "train", ["text"], common.text_rows, tokenizer, 512)
     training, _ = rows.split()
@@ -106,11 +123,12 @@ def test_plain_loop_in_one_process_gives_the_same_losses(
         optimizer.step()
         optimizer.zero_grad()
         expected.append(total / labels)
-    assert worst(losses(directory), expected) < 1e-5
-    assert worst([line["grad_norm"] for line in metrics(directory)[0]], norms) < 1e-4
-    trained = load_file(directory / "hf/model.safetensors")
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(trained[name], parameter.data, rtol=1e-3, atol=2e-4)
+    for directory in directories:
+        assert worst(losses(directory), expected) < 1e-5
+        assert worst([line["grad_norm"] for line in metrics(directory)[0]], norms) < 1e-4
+        trained = load_file(directory / "hf/model.safetensors")
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(trained[name], parameter.data, rtol=1e-3, atol=2e-4)
 
 
 def small_models() -> dict:
@@ -141,6 +159,8 @@ def small_models() -> dict:
         ("fsdp2_pretrain.py", "llama"),
         ("fsdp1_pretrain.py", "phi"),
         ("fsdp2_pretrain.py", "gpt2"),
+        ("fsdp2_tp_pretrain.py", "llama"),
+        ("fsdp2_cp_pretrain.py", "gpt2"),
     ],
 )
 def test_exported_model_has_the_validation_loss_in_plain_transformers(

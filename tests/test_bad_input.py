@@ -5,11 +5,12 @@ import time
 
 import pytest
 from conftest import SMALL, arguments, launch, small_shape, torchrun
-from transformers import BloomConfig, Gemma2Config
+from transformers import BloomConfig, Gemma2Config, GPT2Config
 
 BASE = {**SMALL, "steps": 2, "eval_every": 2}
 
 
+TP, CP = {"script": "fsdp2_tp_pretrain"}, {"script": "fsdp2_cp_pretrain"}
 START = {"init_from": "WEIGHTS", "tokenizer": "bytes"}
 # Name -> flags beside the good ones, and what the error line must hold. FOLDER and WEIGHTS are
 # replaced; "script" is not a flag but the script, fsdp2_pretrain if not given.
@@ -47,6 +48,20 @@ CASES = {
     "word": ({"activation_checkpointing": "half"}, "none.full.selective"),
     "trace": ({"trace_steps": [2, 1]}, "--trace_steps"),
     "replicas": ({"dp_replicate": 3}, "--dp_replicate 3 does not divide"),
+    "layers shared by more than all": (TP, "--tensor_parallel 2 must divide 1 ranks"),
+    "rows shared by more than all": (CP, "--context_parallel 2 must divide 1"),
+    "other script's replicas": (
+        TP | {"tensor_parallel": 1, "dp_replicate": 1},
+        "unknown flag or word --dp_replicate",
+    ),
+    "other blocks": (
+        TP | {"tensor_parallel": 1, "model": "FOLDER/gpt2"},
+        "gpt2: only blocks with the layers of Llama's can be cut",
+    ),
+    "compiled and computed again": (
+        TP | {"tensor_parallel": 1, "compile": "true", "activation_checkpointing": "full"},
+        "--compile takes --activation_checkpointing none or selective",
+    ),
     "missing file": ({"dataset": "FOLDER/no.jsonl"}, "no.jsonl cannot be read: .*no.jsonl"),
     "missing glob": ({"dataset": "FOLDER/no*.parquet"}, "no.*parquet cannot be read: ."),
     "missing hub dataset": ({"dataset": "nobody/nothing"}, "nobody/nothing cannot be read"),
@@ -122,6 +137,7 @@ def commands(tmp_path_factory, corpus, weights_directory) -> dict[str, tuple[str
     BloomConfig(vocab_size=320, hidden_size=32, n_layer=2, n_head=4).save_pretrained(
         folder / "bloom"
     )
+    GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=4).save_pretrained(folder / "gpt2")
     good = BASE | {"dataset": corpus, "run_dir": "FOLDER/run", "model": "FOLDER/shallow"}
     made = {}
     for name, (flags, _) in CASES.items():
@@ -142,6 +158,27 @@ def test_bad_input_is_one_line_and_exit_code_2(commands, name, monkeypatch, tmp_
     [line] = done.stderr.splitlines()
     assert line.startswith("error: ")
     assert re.search(CASES[name][1], line), line
+
+
+@pytest.mark.parametrize(
+    "ranks, flags, heads, expected",
+    [
+        (2, TP | {"compile": "true"}, (4, 2), "--compile needs rows whose length --tensor_par"),
+        (4, TP | {"tensor_parallel": 4}, (4, 2), "must divide the model's key/value heads"),
+        (3, CP | {"context_parallel": 3}, (4, 2), "--context_parallel 3 does not divide 4 heads"),
+        (2, CP, (6, 3), "or neither it nor the key/value heads the other"),
+    ],
+)
+def test_what_ranks_cannot_share_is_refused_once(corpus, tmp_path, ranks, flags, heads, expected):
+    shape = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    small_shape(**shape, hidden_size=48).save_pretrained(tmp_path / "shape")
+    flags = BASE | {"dataset": corpus, "model": tmp_path / "shape", "run_dir": tmp_path} | flags
+    flags["global_batch_tokens"] = 512 * ranks
+    done = launch(ranks, flags.pop("script"), flags)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")
+    assert expected in done.stderr
+    assert not (tmp_path / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("name", ["missing column", "missing weights"])

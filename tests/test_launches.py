@@ -1,17 +1,20 @@
 """Twenty launches in a row: the end of a run must not abort, hang or complain.
 
-All launches of the other tests end in this way too; the first three here are torchrun's own.
+The first of each script is torchrun's own; the others are forked and end as Python ends.
 """
 
 import pytest
-from conftest import SCRIPTS, SMALL, arguments, launch, torchrun
+from conftest import INSIDE, SCRIPTS, SMALL, arguments, launch, torchrun
 
 
 @pytest.mark.drill
 def test_twenty_launches_end_cleanly(corpus, shape_directory, tmp_path):
     flags = {**SMALL, "steps": 2, "eval_every": 2, "dataset": corpus, "model": shape_directory}
+    scripts = [*SCRIPTS, *INSIDE]
     for number in range(20):
-        script = SCRIPTS[number % 3]
-        own = flags | {"run_dir": tmp_path / str(number)}
-        done = torchrun(2, script, *arguments(own)) if number < 3 else launch(2, script, own)
+        script, own = scripts[number % len(scripts)], flags | {"run_dir": tmp_path / str(number)}
+        if number < len(scripts):
+            done = torchrun(2, script, *arguments(own))
+        else:
+            done = launch(2, script, own, orderly=True)
         assert (done.returncode, done.stderr) == (0, ""), f"launch {number}, {script}"

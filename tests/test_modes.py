@@ -42,6 +42,7 @@ def difference(a, b) -> float:
 EXACT = (1e-6, 1e-5)
 EXPECTED = {
     "packed": ("packed", *EXACT),
+    "packed_odd": ("packed_odd", *EXACT),
     "no_clip": ("no_clip", *EXACT),
     "init_from": ("init_from", *EXACT),
     "compile_packed": ("packed", *EXACT),
@@ -60,10 +61,17 @@ CASES = [f"{name} {mode}" for name in OWN_MODES for mode in [*modes(name, False)
 
 
 def check_agreement(seen: dict, case: str) -> None:
-    reference, of_steps, of_weights = EXPECTED.get(case.split()[1], ("fp32", *EXACT))
-    reference, got = seen[f"ddp {reference}"], seen[case]
+    name, mode = case.split()
+    reference, of_steps, of_weights = EXPECTED.get(mode, ("fp32", *EXACT))
+    reference, got, of_norms = seen[f"ddp {reference}"], seen[case], of_steps
+    if name in ("tp", "cp"):  # sums of parts, in another order
+        of_steps, of_norms = 2e-6, 5e-6
+        if "bf16" in mode:  # at most twice what FSDP2 itself loses by it
+            own = seen[f"fsdp2 {mode}"]
+            of_steps = 2 * difference(own["losses"], reference["losses"])
+            of_norms = 2 * difference(own["norms"], reference["norms"])
     assert difference(got["losses"], reference["losses"]) < of_steps
-    assert difference(got["norms"], reference["norms"]) < of_steps
+    assert difference(got["norms"], reference["norms"]) < of_norms
     assert abs(got["validation"] / reference["validation"] - 1) < of_steps
     assert difference(got["final"], reference["final"]) < of_weights
 
@@ -78,7 +86,7 @@ def test_compiled_modes_of_every_script(run_worker):
     slow = run_worker("drill")
     for case in slow:
         check_agreement(slow, case)
-    check_graphs(slow, 12)
+    check_graphs(slow, 20)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -88,7 +96,8 @@ def test_parameters_are_fp32_tied_and_sharded(seen, case):
     assert got["tied"]
     whole = seen["ddp fp32"]["held"]
     one_copy_a_rank = case.startswith("ddp") or case.startswith("fsdp2 hybrid")
-    assert got["held"] == (whole if one_copy_a_rank else whole // 2)
+    norms = 9 * 32 if case.startswith("tp") else 0  # each rank of a layer has them
+    assert got["held"] == (whole if one_copy_a_rank else (whole + norms) // 2)
     # q, k, v, o and the three of the feed-forward in each of 4 blocks; embedding tied to the head.
     assert [number for _, number in got["decay"]] == [7 * 4, 5 * 4 + 2]
     assert [decay for decay, _ in got["decay"]] == [0.1, 0.0]
@@ -153,6 +162,6 @@ def test_nothing_is_compiled_twice(seen):
 
 @pytest.mark.parametrize("name", OWN_MODES)
 def test_accumulating_gradients_equals_one_larger_micro_batch(seen, name):
-    assert seen[f"{name} fp32"]["micro_batches"] == 4
+    assert seen[f"{name} fp32"]["micro_batches"] == (8 if name in ("tp", "cp") else 4)
     assert seen[f"{name} merged"]["micro_batches"] == 1
     assert difference(seen[f"{name} merged"]["norms"], seen[f"{name} fp32"]["norms"]) < 1e-6

@@ -19,12 +19,20 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import common  # noqa: E402
 import ddp_pretrain  # noqa: E402
 import fsdp1_pretrain  # noqa: E402
+import fsdp2_cp_pretrain  # noqa: E402
 import fsdp2_pretrain  # noqa: E402
+import fsdp2_tp_pretrain  # noqa: E402
 
 SCRIPTS = {"ddp": ddp_pretrain, "fsdp1": fsdp1_pretrain, "fsdp2": fsdp2_pretrain}
+SCRIPTS |= {"tp": fsdp2_tp_pretrain, "cp": fsdp2_cp_pretrain}
 COMMON_MODES = {
     "fp32": {},
     "packed": {"batching": "packed"},
+    "packed_odd": {
+        "batching": "packed",
+        "micro_batch_tokens": 513,
+        "global_batch_tokens": 8 * 513,
+    },
     "no_clip": {"grad_clip": 0.0},
     "bf16": {"precision": "bf16"},
     "ac_full": {"activation_checkpointing": "full"},
@@ -67,21 +75,28 @@ OWN_MODES = {
         "hybrid_every": {"dp_replicate": 2, "reduce_every_micro_batch": True},
         "cpu_offload": {"cpu_offload": True},
     },
+    "tp": {"keep_after_forward": {"reshard_after_forward": False}},
+    "cp": {"reduce_every": {"reduce_every_micro_batch": True}},
 }
 # Compiling takes a quarter of a minute each time: the plain suite has one such mode a script.
 SLOW = {
     "compile": "fsdp2", "compile_bf16": "ddp", "compile_packed": "fsdp1",
     "compile_dynamic": None, "compile_ac_full": None,
 }  # fmt: skip
+# What torch cannot compile of DTensors, and the script refuses.
+REFUSED = {"tp": ("compile_dynamic", "compile_ac_full")}
 STEPS = 2
 
 
 def modes(name: str, drill: bool) -> dict[str, dict]:
     """What a script runs: all modes but the slow ones, or the slow ones and their references."""
     every = COMMON_MODES | OWN_MODES[name]
+    one_row = ("packed_odd",)  # which does not divide: nothing special where nothing divides it
+    for mode in {"ddp": (), "fsdp1": one_row, "fsdp2": one_row}.get(name, ("padded", "large")):
+        del every[mode]
     if drill:
         references = ("fp32", "padded", "packed", "large") if name == "ddp" else ()
-        left = [mode for mode, where in SLOW.items() if where != name]
+        left = [m for m, where in SLOW.items() if where != name and m not in REFUSED.get(name, ())]
         return {mode: every[mode] for mode in (*references, *left)}
     return {mode: flags for mode, flags in every.items() if SLOW.get(mode, name) == name}
 
@@ -118,7 +133,7 @@ def train(script, flags: dict, device: torch.device, merge: bool = False) -> dic
     settings += (config.pad_to_multiple_of, tokenizer.eos_token_id, config.seed)
     training, validation = (common.Batches(rows, *settings, chosen) for chosen in rows.split())
     number = config.global_batch_tokens // config.micro_batch_tokens
-    share = number, dist.get_rank(), dist.get_world_size()
+    share = number, *script.share_of_data(config)
     shape = script.architecture(config, len(tokenizer))
     model, decayed = script.build_model(config, shape, device)
     inner = getattr(model, "module", model)
