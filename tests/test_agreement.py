@@ -126,9 +126,9 @@ def test_plain_loop_in_one_process_gives_the_same_losses(
     for directory in directories:
         assert worst(losses(directory), expected) < 1e-5
         assert worst([line["grad_norm"] for line in metrics(directory)[0]], norms) < 1e-4
-        trained = load_file(directory / "hf/model.safetensors")
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(trained[name], parameter.data, rtol=1e-3, atol=2e-4)
+    trained = load_file(directories[0] / "hf/model.safetensors")
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(trained[name], parameter.data, rtol=1e-3, atol=2e-4)
 
 
 def small_models() -> dict:

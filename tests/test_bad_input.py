@@ -137,7 +137,8 @@ def commands(tmp_path_factory, corpus, weights_directory) -> dict[str, tuple[str
     BloomConfig(vocab_size=320, hidden_size=32, n_layer=2, n_head=4).save_pretrained(
         folder / "bloom"
     )
-    GPT2Config(vocab_size=320, n_embd=32, n_layer=2, n_head=4).save_pretrained(folder / "gpt2")
+    sizes = {"vocab_size": 320, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    GPT2Config(**sizes, bos_token_id=None, eos_token_id=None).save_pretrained(folder / "gpt2")
     good = BASE | {"dataset": corpus, "run_dir": "FOLDER/run", "model": "FOLDER/shallow"}
     made = {}
     for name, (flags, _) in CASES.items():
