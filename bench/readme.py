@@ -6,6 +6,8 @@ A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of
 
     ddp_pretrain fsdp1_pretrain      what changes from script to script, each hunk with its reason
     fsdp1_pretrain fsdp2_pretrain
+    fsdp2_pretrain fsdp2_tp_pretrain
+    fsdp2_pretrain fsdp2_cp_pretrain
     fsdp2_pretrain fsdp2_sft
     flags                            all flags with default and meaning, from the scripts
     traffic                          what a strategy keeps and moves (bench/strategies.py)
@@ -48,7 +50,7 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             "Mixed precision moves from autocast into the wrapper: parameters are cast as they "
             "are gathered, so bf16 also halves what travels; and the residual stream is bf16 "
             "too, which autocast keeps in fp32.",
-            ["units = set(blocks)", "auto_wrap_policy"],
+            ["hybrid =", "units = set(blocks)", "auto_wrap_policy"],
         ),
         (
             "FSDP1 puts each block into a module of its own, whose name is taken out again, so "
@@ -89,7 +91,7 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             "just given its parameters, and changes them into DTensors in place. So the script "
             "says in its own order what a unit is, and the rest (embedding, last norm, head) is "
             "the root's unit because it comes last. Replicas are a second dimension of the mesh.",
-            ["units = set(blocks)", "config.dp_replicate > 1", "sharding: dict", "fully_shard("],
+            ["units = set(blocks)", "hybrid =", "sharding: dict", "fully_shard("],
         ),
         (
             "The model is still itself: its parameters have their own names.",
@@ -107,6 +109,74 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             "A DTensor knows that it is sharded, so the plain function computes the whole norm; "
             "`full_tensor` hands it to every rank.",
             ["full_tensor()"],
+        ),
+    ],
+    ("fsdp2_pretrain", "fsdp2_tp_pretrain"): [
+        (
+            "Ranks have two numbers now: which group they are in, and which place in it. A group "
+            "reads the same rows, so data and `--global_batch_tokens` are dealt over groups. "
+            "(Replicas and offloading are left out here. What torch 2.13 cannot compile of "
+            "DTensors is refused: rows cut unevenly gave wrong gradients, without a word.)",
+            ["tensor_parallel: PositiveInt", "% self.tensor_parallel", "n // config.tensor_"],
+        ),
+        (
+            "How a block is cut. q, k, v, gate and up are cut by columns, so each rank computes "
+            "some heads and some of the feed-forward's width, and needs whole rows for it; o and "
+            "down are cut by rows of their weight, so each rank has a summand of every output. "
+            "Adding them up with a reduce-scatter leaves each rank a part of the rows, and there "
+            "the residual stream and the norms stay. Tensors in between are DTensors: they know "
+            "their whole length, so parts of unequal length and positions come out right. Norms "
+            "need a plan as well: without one their gradients lie on another mesh than the rest.",
+            ["BLOCK = {"],
+        ),
+        (
+            "Each rank has the logits of a part of the vocabulary for all tokens. The loss needs "
+            "their maximum and their sum over the ranks, two numbers a token, not the logits: "
+            "`loss_parallel` does that, and backward has to run inside it as well. All ranks of a "
+            "group end with the same whole loss, so each counts a part of it.",
+            ["Replicate()]).flatten", "to_local().clone()", "loss_parallel()", "_parallel  # all"],
+        ),
+        (
+            "A plan that does not know a model's layers would leave them whole without a word, and "
+            "heads that are cut in the middle fail far from the cause: both end here.",
+            ["layers != BLOCK"],
+        ),
+        (
+            "The mesh has a dimension to shard over and one to cut layers over; ranks of a layer "
+            "are neighbours, so that they sit in one machine. Each module is cut once it has its "
+            "numbers and before it is sharded. Cutting makes new parameters, which unties the head "
+            "from the embedding: it is tied after that. The plan's names do not see through the "
+            "wrapper of activation checkpointing. (Adding 0 waits for the embeddings' sum to "
+            "arrive: all blocks, once compiled, then get the same kind of tensor.)",
+            ["sizes = (", "cut(", "sharding[\"offload_policy\"]", "set_requires_all_reduce"],
+        ),
+    ],
+    ("fsdp2_pretrain", "fsdp2_cp_pretrain"): [
+        (
+            "Ranks of a group read the same rows, so data is dealt over groups; then each takes "
+            "its part of every row, with the positions of its tokens: without them each rank would "
+            "count from 0. Parts have one length, so rows are padded to a multiple; a packed row's "
+            "padding is one more document. Labels are cut too, so every label is counted once. "
+            "(Replicas and offloading are left out here.)",
+            ["context_parallel: PositiveInt", "% self.context_parallel", "n // config.context_",
+             "own_part("],
+        ),
+        (
+            "Norms and feed-forward treat each token alone, so they need nothing. Attention needs "
+            "whole rows, but treats each head alone: the all-to-all makes of all heads of a part "
+            "of the rows some heads of whole rows, and another one turns the output back. Autograd "
+            "sends gradients the other way. Between them is the same attention as in all scripts.",
+            ["def trade("],
+        ),
+        (
+            "Heads are what is dealt, so the ranks of a group must divide them. With fewer "
+            "key/value heads than ranks each is sent to several.",
+            ["heads % config.context_parallel"],
+        ),
+        (
+            "Parameters are sharded over all ranks, as before: each has gradients of its own "
+            "tokens, and averaging over the ranks is right whichever tokens these are.",
+            ["mesh = init_device_mesh", "offload_policy", "set_requires_all_reduce"],
         ),
     ],
     ("fsdp2_pretrain", "fsdp2_sft"): [
@@ -175,23 +245,25 @@ def default_of(field: dataclasses.Field, script: str) -> str:
 
 
 def flags() -> str:
-    """All flags of the four scripts: default (of each script that has another one) and meaning."""
+    """All flags of the scripts: default (of each script that has another one) and meaning."""
     lines = ["| flag | default | |", "| --- | --- | --- |"]
-    scripts = ["fsdp2_pretrain", "fsdp1_pretrain", "ddp_pretrain", "fsdp2_sft"]
+    scripts = ["fsdp2_pretrain", "fsdp1_pretrain", "ddp_pretrain", "fsdp2_tp_pretrain"]
+    scripts += ["fsdp2_cp_pretrain", "fsdp2_sft"]
     configs = {script: importlib.import_module(script).Config for script in scripts}
     fields = {
         script: {f.name: f for f in dataclasses.fields(configs[script])} for script in scripts
     }
     for name in dict.fromkeys(name for script in scripts for name in fields[script]):
         having = [script for script in scripts if name in fields[script]]
-        by_default: dict[str, list[str]] = {}
+        by_default: dict[str, list[str]] = {}  # the default of most is said without their names
         for script in having:
             by_default.setdefault(default_of(fields[script][name], script), []).append(script)
         defaults = [*by_default][0] if len(by_default) == 1 else ", ".join(
-            f"{default} ({', '.join(same)})" for default, same in by_default.items()
+            default if len(same) > 3 else f"{default} ({', '.join(same)})"
+            for default, same in by_default.items()
         )  # fmt: skip
         meaning = fields[having[0]][name].metadata["help"]
-        meaning += f" ({', '.join(having)} only)" if len(having) < 3 else ""
+        meaning += f" ({', '.join(having)} only)" if len(having) < 4 else ""
         lines.append(f"| `--{name}` | {defaults} | {meaning} |")
     return "\n".join(lines)
 

@@ -5,7 +5,8 @@
     python bench/strategies.py timeline     what is held and moved over a step: docs/timeline.png
     python bench/strategies.py ranks        memory and traffic over the ranks: docs/ranks.png
 
-traffic: qwen2-0.5b with the GPT-2 vocabulary on 8 ranks, AdamW, bf16 compute, a micro-batch a step.
+traffic: qwen2-0.5b with the GPT-2 vocabulary on 8 ranks, AdamW, bf16 compute, a micro-batch of
+4,096 tokens a step.
 choosing: Qwen2.5's shapes, micro-batches of 4,096 tokens in rows of 2,048, bf16; hybrid is two
 replicas; a setting fits if it leaves a tenth of the GPU free. timeline: 6 blocks of qwen2-0.5b's
 width on 8 ranks, time in FLOPs. ranks: qwen2-0.5b, a micro-batch of 4,096 tokens a rank and step.
@@ -38,6 +39,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # the first that fits is th
     "FSDP, full checkpointing, offload": ("fsdp2", FULL | {"cpu_offload": True}),
 }
 CARDS = (24, 80)  # GB of a GPU
+TOKENS = 4096  # of a micro-batch
 FILE = ROOT / "docs/choosing.json"
 
 
@@ -48,9 +50,10 @@ def traffic_table(ranks: int = 8) -> str:
     """Markdown; sizes in GB = 10^9 bytes, traffic as sent by each rank."""
     import fsdp2_pretrain
 
-    size = common.ModelSize(
-        fsdp2_pretrain.architecture(fsdp2_pretrain.Config(model="qwen2-0.5b"), 50257)
-    )
+    shape = fsdp2_pretrain.architecture(fsdp2_pretrain.Config(model="qwen2-0.5b"), 50257)
+    size = common.ModelSize(shape)
+    blocks, width = shape.num_hidden_layers, shape.hidden_size
+    keys = width * shape.num_key_value_heads // shape.num_attention_heads
     gb, blocks_gb, share = size.parameters / 1e9, size.in_blocks / 1e9, (ranks - 1) / ranks
     rows = [
         (
@@ -70,6 +73,21 @@ def traffic_table(ranks: int = 8) -> str:
             "1/N of everything; the whole parameters from first forward to last backward",
             16 * gb / ranks + 2 * gb,
             "all-gather before forward, P(N-1)/N; reduce-scatter, G(N-1)/N", (2 + 4) * gb * share,
+        ),
+        (
+            "`fsdp2_tp_pretrain.py`, T = 2", "1/N of everything; within a block a T-th of it",
+            16 * gb / ranks,
+            "as FSDP2 of a T-th of the model on N/T ranks; in each block 8A(T-1)/T, A: bytes of "
+            "[tokens, hidden size]",
+            (2 * gb + 2 * blocks_gb + 4 * gb) / 2 * (ranks / 2 - 1) / (ranks / 2)
+            + blocks * 8 * width * 2 * TOKENS / 1e9 / 2,
+        ),
+        (
+            "`fsdp2_cp_pretrain.py`, C = 2", "1/N of everything; a C-th of each row's activations",
+            16 * gb / ranks,
+            "as FSDP2; in each block 4(Q+K)(C-1)/C², Q and K: bytes of queries and of keys",
+            (2 * gb + 2 * blocks_gb + 4 * gb) * share
+            + blocks * 4 * (width + keys) * 2 * TOKENS / 1e9 / 4,
         ),
     ]  # fmt: skip
     lines = [

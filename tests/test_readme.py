@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SCRIPTS, metrics
+from conftest import INSIDE, ROOT, SCRIPTS, metrics
 
 import common
 
-ALL_SCRIPTS = [*SCRIPTS, "fsdp2_sft.py"]
+ALL_SCRIPTS = [*SCRIPTS, *INSIDE, "fsdp2_sft.py"]
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = {page.name: page.read_text() for page in PAGES}
@@ -69,7 +69,8 @@ OTHERS = """nnodes nproc-per-node max-restarts rdzv-backend rdzv-id rdzv-endpoin
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_flags_and_files_that_a_page_names_are_there(page):
     text = re.sub(r"```diff\n.*?```", "", TEXT[page.name], flags=re.DOTALL)
-    known = {f for s in ALL_SCRIPTS for f in vars(importlib.import_module(s[:-3]).Config())}
+    configs = [importlib.import_module(script[:-3]).Config for script in ALL_SCRIPTS]
+    known = {flag for config in configs for flag in config.__dataclass_fields__}
     named = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", text))
     assert named - known - set(OTHERS) == set()
     for name in re.findall(r"(?<![\w/])((?:bench|tests|docs)/\w+\.\w+)", text):
