@@ -116,7 +116,8 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             "Ranks have two numbers now: which group they are in, and which place in it. A group "
             "reads the same rows, so data and `--global_batch_tokens` are dealt over groups. "
             "(Replicas and offloading are left out here. What torch 2.13 cannot compile of "
-            "DTensors is refused: rows cut unevenly gave wrong gradients, without a word.)",
+            "DTensors is refused: rows cut unevenly gave wrong gradients, without a word, and a "
+            "block that is computed again as a whole failed.)",
             ["tensor_parallel: PositiveInt", "% self.tensor_parallel", "n // config.tensor_"],
         ),
         (
@@ -126,14 +127,21 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             "Adding them up with a reduce-scatter leaves each rank a part of the rows, and there "
             "the residual stream and the norms stay. Tensors in between are DTensors: they know "
             "their whole length, so parts of unequal length and positions come out right. Norms "
-            "need a plan as well: without one their gradients lie on another mesh than the rest.",
+            "are not cut, but need a plan as well: what they read is a DTensor, so their weights "
+            "must be. Each rank sees a part of the rows, so the gradients of these weights are "
+            "summed over the group. Embedding and head are cut by vocabulary: a rank looks up the "
+            "tokens that it has, and the reduce-scatter adds what the others have.",
             ["BLOCK = {"],
         ),
         (
             "Each rank has the logits of a part of the vocabulary for all tokens. The loss needs "
-            "their maximum and their sum over the ranks, two numbers a token, not the logits: "
-            "`loss_parallel` does that, and backward has to run inside it as well. All ranks of a "
-            "group end with the same whole loss, so each counts a part of it.",
+            "their maximum, the sum of their exponentials and the label's logit over the ranks, "
+            "three numbers a token, not the logits: `loss_parallel` does that, and backward has to "
+            "run inside it as well. All ranks of a group end with the same whole loss, so a sum "
+            "over all ranks would have it T times: each counts a T-th. That makes the gradients "
+            "right too, for FSDP averages over the groups, while `scale` counts all ranks. In "
+            "validation loss and labels are both summed T times. (The copy: what FSDP hands out "
+            "should not be a view.)",
             ["Replicate()]).flatten", "to_local().clone()", "loss_parallel()", "_parallel  # all"],
         ),
         (
@@ -263,7 +271,9 @@ def flags() -> str:
             for default, same in by_default.items()
         )  # fmt: skip
         meaning = fields[having[0]][name].metadata["help"]
-        meaning += f" ({', '.join(having)} only)" if len(having) < 4 else ""
+        lacking = ", ".join(script for script in scripts if script not in having)
+        few = len(having) < 4
+        meaning += f" ({', '.join(having)} only)" if few else f" (not {lacking})" if lacking else ""
         lines.append(f"| `--{name}` | {defaults} | {meaning} |")
     return "\n".join(lines)
 

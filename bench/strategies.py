@@ -77,10 +77,10 @@ def traffic_table(ranks: int = 8) -> str:
         (
             "`fsdp2_tp_pretrain.py`, T = 2", "1/N of everything; within a block a T-th of it",
             16 * gb / ranks,
-            "as FSDP2 of a T-th of the model on N/T ranks; in each block 8A(T-1)/T, A: bytes of "
-            "[tokens, hidden size]",
+            "as FSDP2 of a T-th of the model on N/T ranks; in each block 8A(T-1)/T, for embedding "
+            "and head half of that, A: bytes of [tokens, hidden size]",
             (2 * gb + 2 * blocks_gb + 4 * gb) / 2 * (ranks / 2 - 1) / (ranks / 2)
-            + blocks * 8 * width * 2 * TOKENS / 1e9 / 2,
+            + (8 * blocks + 4) * width * 2 * TOKENS / 1e9 / 2,
         ),
         (
             "`fsdp2_cp_pretrain.py`, C = 2", "1/N of everything; a C-th of each row's activations",
