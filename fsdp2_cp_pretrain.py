@@ -22,11 +22,11 @@ import math
 import os
 import time
 import zlib
+from collections import namedtuple
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated, Any, Literal
 
 import torch
@@ -161,6 +161,7 @@ KEPT += [torch.ops.torch_attn._varlen_attn.default]  # attention within document
 # Collectives inside a block, as tensor and context parallelism have: here they are around it.
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 KEPT += [getattr(torch.ops._c10d_functional, kind).default for kind in COLLECTIVES]
+HEADS = namedtuple("HEADS", "num_key_value_groups")  # what attention asks of its module
 
 
 def trade(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
@@ -174,7 +175,7 @@ def attention(group: dist.ProcessGroup, _: nn.Module, query, key, value, *more: 
     copies = max(1, group.size() // key.shape[1])  # fewer key/value heads than ranks: some share
     key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
     query, key, value = (trade(group, x) for x in (query, key, value))
-    heads = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1])
+    heads = HEADS(query.shape[1] // key.shape[1])
     output, _ = common.document_attention(heads, query, key, value, *more, **kwargs)
     return trade(group, output), None  # [rows, length, heads, head size]
 
@@ -242,9 +243,8 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
     heads = shape.num_attention_heads
     few, many = sorted((getattr(shape, "num_key_value_heads", heads), config.context_parallel))
     if heads % config.context_parallel or many % few:
-        words = f"does not divide {heads} heads, or neither it nor the key/value heads the other"
-        common.refuse(f"--context_parallel {config.context_parallel} {words}")
-    group, _ = dist.new_subgroups(config.context_parallel)  # of consecutive ranks
+        common.refuse(f"--context_parallel must divide {heads} heads, and K/V heads or they it")
+    group, _ = dist.new_subgroups(config.context_parallel, group_desc="context")  # consecutive
     AttentionInterface.register("documents", partial(attention, group))
     with torch.device("meta"):  # shapes only, no memory yet
         options = {"dtype": torch.float32, "attn_implementation": "documents"}

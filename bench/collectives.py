@@ -19,13 +19,13 @@ KINDS = {  # what the dispatcher calls them
     "allgather_": "all-gather", "_allgather_base_": "all-gather",
     "all_gather_into_tensor": "all-gather", "_reduce_scatter_base_": "reduce-scatter",
     "reduce_scatter_tensor": "reduce-scatter", "allreduce_": "all-reduce",
-    "all_reduce": "all-reduce", "broadcast_": "broadcast",
+    "all_reduce": "all-reduce", "broadcast_": "broadcast", "all_to_all_single": "all-to-all",
 }  # fmt: skip
 
 
 @dataclasses.dataclass
 class Collective:
-    """One call. `bytes` are those of the whole tensor: gathered, or to be reduced."""
+    """One call. `bytes` are those of the whole tensor: gathered, to be reduced or to be traded."""
 
     kind: str
     group: str
@@ -59,20 +59,21 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # what it does to its shard comes by on its own
         result = func(*args, **kwargs or {})
         if func.namespace in ("c10d", "_c10d_functional") and func._opname in KINDS:
-            self.note(func, args)
+            self.note(func, args, result)
         return result
 
-    def note(self, func: Any, arguments: tuple) -> None:
+    def note(self, func: Any, arguments: tuple, result: Any) -> None:
         sides = [
             sum(leaf.nbytes for leaf in tree_leaves(side) if torch.is_tensor(leaf))
-            for side in arguments[:2]  # output and input, or one that is both
+            # c10d: output and input, or one that is both; functional: input, and the new output
+            for side in (*arguments[:2], result)
         ]
         if func.namespace == "c10d":
             boxed = next(each for each in arguments if isinstance(each, torch.ScriptObject))
             group = dist.ProcessGroup.unbox(boxed)
         else:
             group = dist.distributed_c10d._resolve_process_group(arguments[-1])
-        name = group.group_desc.removeprefix("mesh_").replace("default_pg", "all")
+        name = group.group_desc.removeprefix("mesh_").replace("default_pg", "all").split(":")[0]
         self.calls.append(Collective(KINDS[func._opname], name, group.size(), max(sides)))
 
 

@@ -10,7 +10,7 @@ several such turns each (N at most), there and back without pause; the first thr
 left out. pretraining: rows of 256 tokens, 8 a rank; the same rows from the same weights, so that
 all must show the same losses. fine-tuning: 2,000 conversations of up to 2,048 bytes, about 8,000
 tokens a step, with the script's default flags; where steps are of short rows or of long ones, the
-turns are more, two fifths of an epoch. Prints tokens per second without padding, the ratio to a
+turns are more, a whole epoch. Prints tokens per second without padding, the ratio to a
 reference, and the standard error of the ratios of single turns.
 
 steps: script and bare loop in one process, a step each in turn, on the rows of pretraining: even
@@ -40,7 +40,7 @@ import common
 import ddp_pretrain
 import fsdp2_sft
 
-FEW, MANY = 10, 20  # turns: of steps that are all alike, of short rows or of long ones
+FEW, MANY = 10, 48  # turns: of steps that are all alike; a whole epoch, of rows short and long
 PEERS = "python -m venv .peers && .peers/bin/pip install -r bench/requirements.txt"
 BEST = "bf16, compiled"
 # Groups that take turns: how many a run, and contestant -> what it is compared with.

@@ -47,7 +47,7 @@ from torch.utils.weak import WeakIdKeyDictionary  # noqa: E402
 
 import common  # noqa: E402
 
-SCRIPTS = [*(f"{name}_pretrain" for name in shared.STRATEGIES), "fsdp2_sft"]
+SCRIPTS = [*(f"{name}_pretrain" for name in shared.STRATEGIES + shared.INSIDE), "fsdp2_sft"]
 CPU = torch.device("cpu")
 ATTENTION = {  # on this CPU, which the registry lacks: how to count, and of how many tensors
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3),
@@ -134,8 +134,10 @@ class Watch(collectives.Ledger):
                 self.add(tensor.untyped_storage(), kind, known_better=False)
         return result
 
-    def note(self, func: Any, arguments: tuple) -> None:
-        super().note(func, arguments)
+    def note(self, func: Any, arguments: tuple, result: Any) -> None:
+        super().note(func, arguments, result)
+        if func.namespace != "c10d":  # functional: activations, inside a layer or along a row
+            return
         kind = {"all-gather": "gathered parameters", "reduce-scatter": "gradients"}
         for tensor in tree_leaves(arguments[0]):  # the output
             if isinstance(tensor, torch.Tensor):
@@ -256,6 +258,7 @@ def adapted(script: Any) -> Iterator[None]:
     """Replace what would look into tensors; strategy and train step stay the script's own."""
     import torch.distributed.fsdp._flat_param as fsdp1
     import torch.nn.parallel.distributed as ddp
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
     changes: list[tuple[Any, str, Any]] = [
@@ -265,7 +268,8 @@ def adapted(script: Any) -> Iterator[None]:
     ]
     # DTensor tries out whole shapes, in a fake mode of its own.
     trial = ShardingPropagator, "_propagate_tensor_meta_non_cached"
-    changes.append((*trial, unseen(getattr(*trial))))
+    for owner, name in (trial, (DeviceMesh, "__init__")):
+        changes.append((owner, name, unseen(getattr(owner, name))))
     if hasattr(script, "init_device_mesh"):
         changes.append((script, "init_device_mesh", unseen(script.init_device_mesh)))
     if hasattr(script, "DistributedDataParallel"):
@@ -296,6 +300,7 @@ class Report:
     calls: list[collectives.Collective]
     flops: int
     root: list[torch.Size]  # shapes of the parameters outside of the transformer blocks
+    shape: Any  # the model's configuration
 
     @property
     def sent(self) -> float:
@@ -332,18 +337,22 @@ def observe(script: Any, config: Any, model: Any, decayed: Any, batch: Any, watc
     return nbytes(parameters), gradients[0], nbytes(moments)
 
 
-def batch_of(script: Any, config: Any) -> common.GlobalBatch:
-    """This rank's micro-batches of a step, in rows of the longest length; one row if packed.
-
-    All tokens of a conversation are learned, which is the most that can be. Attention in a packed
-    row needs as much memory as in one document: no kernel keeps its square.
-    """
+def rows_of(config: Any) -> tuple[int, int]:
+    """Rows of a micro-batch, and their length: the longest; one row if packed."""
     micro, multiple = config.micro_batch_tokens, config.pad_to_multiple_of
     width = math.ceil(config.max_length / multiple) * multiple
-    size = (1, micro) if config.batching == "packed" else (micro // width, width)
+    return (1, micro) if config.batching == "packed" else (micro // width, width)
+
+
+def batch_of(script: Any, config: Any) -> common.GlobalBatch:
+    """This rank's micro-batches of a step.
+
+    All tokens of a conversation are learned, which is the most that can be.
+    """
+    _, shares = script.share_of_data(config)
     micro_batches = [
-        {name: torch.zeros(size, dtype=torch.int64) for name in ("input_ids", "labels")}
-        for _ in range(config.global_batch_tokens // micro // int(os.environ["WORLD_SIZE"]))
+        {name: torch.zeros(rows_of(config), dtype=torch.int64) for name in ("input_ids", "labels")}
+        for _ in range(config.global_batch_tokens // config.micro_batch_tokens // shares)
     ]
     return common.GlobalBatch(micro_batches, labels=1, tokens=1, attended=1, padding_fraction=0.0)
 
@@ -364,6 +373,9 @@ def dry_run(
     ranks, shape = int(os.environ["WORLD_SIZE"]), shape_of(script, config, vocabulary)
     fake, watch = FakeTensorMode(allow_non_fake_inputs=True), watch or Watch()
     watch.elsewhere = elsewhere(config)
+    if config.batching == "packed":  # as one document: no kernel keeps the square of attention
+        row = {"max_length": config.micro_batch_tokens, "pad_to_multiple_of": 1}
+        config = dataclasses.replace(config, batching="bucketed", **row)
     with fake_ranks(ranks, ranks_per_node), adapted(script), fake, watch:
         model, decayed = script.build_model(config, shape, CPU)
         batch = batch_of(script, config)
@@ -377,7 +389,7 @@ def dry_run(
     root = [p.shape for p in whole.parameters() if p not in blocks]
     return Report(
         ranks, whole.num_parameters(), len(batch.micro_batches), watch.elsewhere, *kept,
-        watch.peak, watch.calls, watch.flops, root,
+        watch.peak, watch.calls, watch.flops, root, shape,
     )  # fmt: skip
 
 
@@ -388,10 +400,12 @@ def closed_form(report: Report, script: Any, config: Any, numbers: int) -> tuple
     """Bytes that a rank sends in a step by the textbook, for so many parameters; the formula.
 
     P: bytes of the parameters as they are gathered, G: of the gradients as they are reduced, N:
-    ranks, k: micro-batches a step, S: ranks that shard, R: replicas (N = S R).
+    ranks, k: micro-batches a step, S: ranks that shard, R: replicas (N = S R). What ranks send
+    inside a layer or along a row (`sent_inside`) is not in it.
     """
     gathered, gradients = size_of_compute(config) * numbers, 4 * numbers
-    ranks, micro_batches = report.ranks, report.micro_batches
+    ranks = report.ranks // getattr(config, "tensor_parallel", 1)  # that have the same part
+    micro_batches = report.micro_batches
     if script.__name__ == "ddp_pretrain":
         return 2 * gradients * (ranks - 1) / ranks, "2G(N-1)/N"
     every = reduces_every_micro_batch(config)
@@ -400,7 +414,7 @@ def closed_form(report: Report, script: Any, config: Any, numbers: int) -> tuple
         passes, times = 1, ""
     else:
         passes, times = micro_batches, f"{gathers}k".removeprefix("1")
-    shards = shards_of(report)
+    shards = shards_of(report, config)
     sent = (gathers * passes * gathered + reductions * gradients) * (shards - 1) / shards
     formula = f"({times}P + {'k' if every else ''}G)(S-1)/S"
     if shards == ranks:
@@ -435,44 +449,74 @@ def gathers_of_block(config: Any) -> int:
     return 2 if config.reshard_after_forward else 1
 
 
-def shards_of(report: Report) -> int:
+def shards_of(report: Report, config: Any) -> int:
+    if hasattr(config, "tensor_parallel"):
+        return report.ranks // config.tensor_parallel
     return next((call.ranks for call in report.calls if call.kind == "all-gather"), 1)
 
 
-def closed_form_of(report: Report, script: Any, config: Any) -> tuple[float, str, float, float]:
-    """Closed form, its formula, and what is to be taken off and added, in bytes that a rank sends.
+def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
+    """Bytes that a rank sends in the blocks for tensor or context parallelism, their formula, and
+    what embedding, norms, head and loss add.
 
-    Off: the root (embedding, last norm, head) stays whole between forward and backward, so it is
-    gathered once, not twice. Added: what fills up the last ranks' shards.
+    L: blocks, T or C: ranks that share a layer or a row, A: bytes of a micro-batch's [tokens,
+    hidden size], Q and K: of its queries and keys. Blocks that are computed again send again.
     """
-    expected, formula = closed_form(report, script, config, report.numbers)
-    shards = shards_of(report)
-    if script.__name__ == "ddp_pretrain" or shards == 1:
-        return expected, formula, 0.0, 0.0
-    padding = closed_form(report, script, config, report.parameters * shards // 4)[0] - expected
-    root = [[shape[0], shape[1:].numel()] for shape in report.root]  # FSDP2 shards rows
-    if hasattr(config, "sharding_strategy"):  # FSDP1 shards one flat parameter
-        root = [[sum(rows * row for rows, row in root), 1]]
-    numbers = sum(math.ceil(rows / shards) * shards * row for rows, row in root)
-    gathers = (gathers_of_block(config) - 1) * report.micro_batches
-    return (
-        expected, formula, gathers * size_of_compute(config) * numbers * (shards - 1) / shards,
-        padding,
-    )  # fmt: skip
+    shape, (rows, width) = report.shape, rows_of(config)
+    tokens, size = rows * width * report.micro_batches, size_of_compute(config)
+    blocks = shape.num_hidden_layers
+    again = {"none": 0, "selective": 0, "full": blocks}.get(config.activation_checkpointing)
+    if again is None:
+        again = int(blocks * float(config.activation_checkpointing))
+    if ranks := getattr(config, "tensor_parallel", 0):
+        share = tokens * shape.hidden_size * size * (ranks - 1) / ranks
+        # Embedding and head: one each way. All-reduced: of the loss three numbers a token, and the
+        # gradients of the norms' weights.
+        norms = (2 * blocks + 1) * shape.hidden_size * 4
+        ends = 4 * share + 2 * (3 * 4 * tokens + norms) * (ranks - 1) / ranks
+        return (8 * blocks + 4 * again) * share, " + 8LkA(T-1)/T", ends
+    if ranks := getattr(config, "context_parallel", 0):
+        heads, few = shape.num_attention_heads, max(shape.num_key_value_heads, ranks)
+        width = shape.hidden_size // heads * (heads + few)
+        share = tokens * width * size * (ranks - 1) / ranks**2
+        return (4 * blocks + 2 * again) * share, " + 4Lk(Q+K)(C-1)/C²", 0.0
+    return 0.0, "", 0.0
+
+
+def closed_form_of(report: Report, script: Any, config: Any) -> tuple[float, str, dict[str, float]]:
+    """Closed form in bytes that a rank sends, its formula, and what is to be added to it, by why.
+
+    The root (embedding, last norm, head) stays whole between forward and backward, so it is
+    gathered once, not twice.
+    """
+    together = getattr(config, "tensor_parallel", 1)  # ranks that have a part of each layer
+    expected, formula = closed_form(report, script, config, report.numbers // together)
+    shards, parts = shards_of(report, config), {}
+    if script.__name__ != "ddp_pretrain" and shards > 1:
+        held = report.parameters * shards // 4
+        padding = closed_form(report, script, config, held)[0] - expected
+        root = [[shape[0], shape[1:].numel()] for shape in report.root]  # FSDP2 shards rows
+        if hasattr(config, "sharding_strategy"):  # FSDP1 shards one flat parameter
+            root = [[sum(rows * row for rows, row in root), 1]]
+        numbers = sum(math.ceil(rows / shards) * shards * row for rows, row in root) / together
+        gathers = (gathers_of_block(config) - 1) * report.micro_batches
+        share = gathers * size_of_compute(config) * numbers * (shards - 1) / shards
+        parts["as the root (embedding, last norm, head) is gathered once a micro-batch"] = -share
+        parts["for shards of equal size"] = padding
+    inside, more, ends = sent_inside(report, config)
+    if ends:
+        parts["for embedding, norms, head and loss"] = ends
+    return expected + inside, formula + more, parts
 
 
 def explain(report: Report, script: Any, config: Any) -> str:
     """What was sent beside the closed form, and where the difference comes from."""
-    expected, formula, root, padding = closed_form_of(report, script, config)
+    expected, formula, parts = closed_form_of(report, script, config)
     line = f"sent by a rank: {report.sent / MIB:,.2f} MiB; {formula} is {expected / MIB:,.2f} MiB"
     if not expected:
         return line
-    rest = report.sent - expected + root - padding
-    parts = {
-        "as the root (embedding, last norm, head) is gathered once a micro-batch": -root,
-        "for shards of equal size": padding,
-        "for the norm, the loss and model buffers": rest,
-    }
+    rest = report.sent - expected - sum(parts.values())
+    parts["for the norm, the loss and model buffers"] = rest
     parts = {why: share / expected for why, share in parts.items() if share}
     told = ", ".join(f"{share:+.2%} {why}" for why, share in parts.items())
     return f"{line} ({report.sent / expected - 1:+.2%}: {told})"

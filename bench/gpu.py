@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node=1 bench/gpu.py
 
-qwen2-0.5b's shape with the GPT-2 vocabulary, rows of up to 2,048 random tokens, bf16. Every setting
+qwen2-0.5b's shape with the GPT-2 vocabulary, rows of up to 2,048 random tokens, bf16. With two GPUs
+also tensor and context parallelism, the latter beside FSDP2 with rows of 16,384. Every setting
 builds the script's own model and optimizer and runs its own train step. Prints a line a setting and
 writes docs/gpu.json. Without a GPU a small model shows that this program works; its numbers mean
 nothing.
@@ -33,6 +34,7 @@ BASE: dict[str, Any] = {
     "model": "qwen2-0.5b" if CUDA else "tiny", "precision": "bf16", "compile": CUDA,
     "max_length": 2048, "micro_batch_tokens": 16384 if CUDA else 4096, "pad_to_multiple_of": 256,
 }  # fmt: skip
+ONE_ROW = {"max_length": BASE["micro_batch_tokens"]}  # as long as a micro-batch
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "DDP": ("ddp", {}),
     "FSDP1": ("fsdp1", {}),
@@ -42,15 +44,18 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "FSDP2, full checkpointing": ("fsdp2", {"activation_checkpointing": "full"}),
     "FSDP2, ragged": ("fsdp2", {}),
     "FSDP2, ragged, packed": ("fsdp2", {"batching": "packed"}),
+    "FSDP2, 2 a layer": ("fsdp2_tp", {"tensor_parallel": 2}),
+    "FSDP2, one row": ("fsdp2", ONE_ROW),
+    "FSDP2, one row, 2 a row": ("fsdp2_cp", ONE_ROW | {"context_parallel": 2}),
 }
 
 
 class RandomRows:
     """Stands in for common.Rows: full rows, or ragged ones as documents are; no download."""
 
-    def __init__(self, ragged: bool):
+    def __init__(self, ragged: bool, longest: int):
         drawn = np.random.default_rng(0).lognormal(6, 1, 20_000).astype(np.int64)
-        self.lengths = np.clip(drawn, 16, 2048) if ragged else np.full(20_000, 2048)
+        self.lengths = np.clip(drawn, 16, longest) if ragged else np.full(20_000, longest)
         self.labels = self.lengths
 
     def read(self, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -63,9 +68,10 @@ def measure(what: str) -> dict[str, Any]:
     """Some steps of a script; tokens per second without padding, MFU, peak memory in GiB."""
     strategy, flags = SETTINGS[what]
     script, ranks = importlib.import_module(f"{strategy}_pretrain"), dist.get_world_size()
-    tokens = {"global_batch_tokens": BASE["micro_batch_tokens"] * ranks}
+    shares = ranks // flags.get("tensor_parallel", flags.get("context_parallel", 1))
+    tokens = {"global_batch_tokens": BASE["micro_batch_tokens"] * shares}
     config = script.Config(**BASE | flags | tokens)
-    rows = RandomRows("ragged" in what)
+    rows = RandomRows("ragged" in what, config.max_length)
     training = common.Batches(
         rows, config.batching, config.max_length, config.micro_batch_tokens,
         config.pad_to_multiple_of, 0, config.seed, np.arange(len(rows.lengths)),
@@ -100,7 +106,9 @@ def main() -> None:
     shared.read(__doc__)
     ddp_pretrain.init_process_group(ddp_pretrain.Config())
     table: dict[str, dict] = {}
-    for what in SETTINGS:
+    for what, (_, flags) in SETTINGS.items():
+        if dist.get_world_size() % 2 and flags.keys() & {"tensor_parallel", "context_parallel"}:
+            continue
         try:
             table[what] = measure(what)
         except torch.OutOfMemoryError as error:

@@ -12,6 +12,7 @@ A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of
     flags                            all flags with default and meaning, from the scripts
     traffic                          what a strategy keeps and moves (bench/strategies.py)
     choosing                         which script fits where, of docs/choosing.json
+    inside                           tensor and context parallel, of docs/inside.json
     pretraining, fine-tuning, steps  speed beside bare loops and libraries, of docs/compare.json
 
 A hunk of a diff belongs to the first reason below that has one of its pieces of text; one without
@@ -285,6 +286,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "flags": flags,
         "traffic": strategies.traffic_table,
         "choosing": strategies.choosing_table,
+        "inside": strategies.inside_table,
         "steps": lambda: compare.steps_table(compared),
     }
     for work in ("pretraining", "fine-tuning"):

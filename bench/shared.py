@@ -17,6 +17,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 STRATEGIES = ["ddp", "fsdp1", "fsdp2"]
+INSIDE = ["fsdp2_tp", "fsdp2_cp"]  # ranks share layers, or rows
 
 
 def parser(docstring: str | None) -> argparse.ArgumentParser:
@@ -87,7 +88,7 @@ def script_and_config(docstring: str | None) -> tuple[Any, Any]:
     import common
 
     reader = parser(docstring)
-    reader.add_argument("script", choices=[f"{name}_pretrain.py" for name in STRATEGIES])
+    reader.add_argument("script", choices=[f"{name}_pretrain.py" for name in STRATEGIES + INSIDE])
     given, words = reader.parse_known_args()
     script = importlib.import_module(Path(given.script).stem)
     sys.argv = [given.script, *words]

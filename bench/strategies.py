@@ -1,20 +1,25 @@
-"""The strategies beside each other, by formula and by bench/dry_run.py: two tables, two pictures.
+"""The strategies beside each other, by formula and by bench/dry_run.py: tables and pictures.
 
     python bench/strategies.py traffic      what a rank keeps and sends in a step, by formula
     python bench/strategies.py choosing     which script fits where: docs/choosing.json (minutes)
+    python bench/strategies.py inside       tensor and context parallel: docs/inside.json (minutes)
     python bench/strategies.py timeline     what is held and moved over a step: docs/timeline.png
     python bench/strategies.py ranks        memory and traffic over the ranks: docs/ranks.png
 
 traffic: qwen2-0.5b with the GPT-2 vocabulary on 8 ranks, AdamW, bf16 compute, a micro-batch of
 4,096 tokens a step.
 choosing: Qwen2.5's shapes, micro-batches of 4,096 tokens in rows of 2,048, bf16; hybrid is two
-replicas; a setting fits if it leaves a tenth of the GPU free. timeline: 6 blocks of qwen2-0.5b's
+replicas; a setting fits if it leaves a tenth of the GPU free. inside: the same shapes on 8 ranks,
+micro-batches of one row, full activation checkpointing, bf16. timeline: 6 blocks of qwen2-0.5b's
 width on 8 ranks, time in FLOPs. ranks: qwen2-0.5b, a micro-batch of 4,096 tokens a rank and step.
 """
 
+import copy
+import functools
 import importlib
 import json
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import shared
@@ -36,11 +41,21 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # the first that fits is th
     "FSDP": ("fsdp2", {}),
     "DDP, full checkpointing": ("ddp", FULL),
     "FSDP, full checkpointing": ("fsdp2", FULL),
+    "FSDP and 4 a layer, full checkpointing": ("fsdp2_tp", FULL | {"tensor_parallel": 4}),
     "FSDP, full checkpointing, offload": ("fsdp2", FULL | {"cpu_offload": True}),
 }
 CARDS = (24, 80)  # GB of a GPU
 TOKENS = 4096  # of a micro-batch
 FILE = ROOT / "docs/choosing.json"
+SHARING: dict[str, tuple[str, dict[str, Any]]] = {  # of 8 ranks
+    "FSDP alone": ("fsdp2", {}),
+    "2 a layer": ("fsdp2_tp", {"tensor_parallel": 2}),
+    "4 a layer": ("fsdp2_tp", {"tensor_parallel": 4}),
+    "2 a row": ("fsdp2_cp", {"context_parallel": 2}),
+    "4 a row": ("fsdp2_cp", {"context_parallel": 4}),
+}
+ROW = 8192  # tokens, of which memory and traffic are shown
+FILE_INSIDE = ROOT / "docs/inside.json"
 
 
 # --- Traffic, by formula --------------------------------------------------------------------------
@@ -107,10 +122,10 @@ def report(
     """The dry run of a step of one micro-batch a rank: 2 rows of 2,048 tokens, bf16."""
     be_rank_0(ranks, 8)
     script = importlib.import_module(f"{strategy}_pretrain")
-    config = script.Config(
-        model=model, precision="bf16", max_length=2048, micro_batch_tokens=4096,
-        global_batch_tokens=4096 * ranks, **own,
-    )  # fmt: skip
+    flags = {"max_length": 2048, "micro_batch_tokens": TOKENS, **own}
+    shares = ranks // own.get("tensor_parallel", own.get("context_parallel", 1))
+    step = flags["micro_batch_tokens"] * shares
+    config = script.Config(model=model, precision="bf16", global_batch_tokens=step, **flags)
     return dry_run(script, config, 8, vocabulary, watch)
 
 
@@ -123,8 +138,10 @@ def choosing() -> None:
             seen[model] = {"1": {}, "4": {}, "8": {}}
             for ranks, fits in seen[model].items():
                 for setting, (strategy, own) in SETTINGS.items():
-                    if ranks == "1" and strategy == "fsdp2":
+                    if ranks == "1" and strategy != "ddp":
                         continue  # one rank has nobody to share with
+                    if shape.num_key_value_heads % own.get("tensor_parallel", 1):
+                        continue
                     given = (strategy, f"{folder}/{model}", shape.vocab_size, int(ranks))
                     gib = report(*given, **own).on_device / GIB
                     fits[setting] = round(gib, 2)
@@ -150,6 +167,67 @@ def choosing_table() -> str:
     return "\n".join(lines)
 
 
+# --- Inside a layer and along a row ---------------------------------------------------------------
+
+
+def of_one_row(*given: Any, length: int, **own: Any) -> Report:
+    return report(*given, max_length=length, micro_batch_tokens=length, **own)
+
+
+def longest_row(row: Callable[..., Report], card: int) -> int:
+    """Tokens of the longest row with which a step fits a card, in steps of 1,024; 0 if none does.
+
+    Memory grows in proportion to the row, but for what is held anyway.
+    """
+    room = 0.9 * card * 1e9
+    short, long = (row(length=length).on_device for length in (ROW, 4 * ROW))
+    tokens = ROW + (room - short) / (long - short) * 3 * ROW
+    length = max(0, int(tokens) // 1024 * 1024)
+    while length and row(length=length).on_device > room:
+        length -= 1024
+    return length
+
+
+def inside() -> None:
+    """Compute the table: model -> who shares -> what a rank keeps and sends, longest rows."""
+    seen: dict[str, dict[str, dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for model in ("0.5B", "7B"):
+            shape = copy.copy(SHAPES[model])
+            shape.max_position_embeddings = 2**24
+            shape.save_pretrained(f"{folder}/{model}")
+            seen[model] = {}
+            for setting, (strategy, own) in SHARING.items():
+                if shape.num_key_value_heads % own.get("tensor_parallel", 1):
+                    continue
+                given = (strategy, f"{folder}/{model}", shape.vocab_size, 8)
+                row = functools.partial(of_one_row, *given, **FULL, **own)
+                shown, groups = row(length=ROW), 8 // [*own.values(), 1][0]
+                seen[model][setting] = {
+                    "gib": shown.on_device / GIB,
+                    "sent": shown.sent / (groups * ROW) / 1000,  # GB for a million tokens
+                    **{str(card): longest_row(row, card) for card in CARDS},
+                }
+                print(model, setting, seen[model][setting], flush=True)
+    FILE_INSIDE.write_text(json.dumps(seen, indent=1) + "\n")
+    print(inside_table())
+
+
+def inside_table() -> str:
+    """Markdown: for each model, what it saves and costs that ranks share layers or rows."""
+    lines = [
+        f"| model | of 8 ranks share | peak of a rank, rows of {ROW:,} | a rank sends for a "
+        "million tokens | longest row in 24 GB | in 80 GB |",
+        "| --- " * 6 + "|",
+    ]
+    for model, settings in json.loads(FILE_INSIDE.read_text()).items():
+        for setting, row in settings.items():
+            rows = [f"{row[str(card)]:,}" if row[str(card)] else "none" for card in CARDS]
+            cells = [model, setting, f"{row['gib']:.1f} GiB", f"{row['sent']:,.0f} GB", *rows]
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 # --- Pictures -------------------------------------------------------------------------------------
 
 HELD = {  # what is resident, and its colour
@@ -157,6 +235,7 @@ HELD = {  # what is resident, and its colour
     "gathered parameters": "#f2a65a", "activations": "#e9ecef", "backward": "#cdb4db",
 }  # fmt: skip
 MOVES = {"all-gather": "#e76f51", "reduce-scatter": "#2a9d8f", "all-reduce": "#6a4c93"}
+MOVES["all-to-all"] = "#b5838d"
 COLOURS = {"ddp": "#e76f51", "fsdp1": "#f2a65a", "fsdp2": "#1d3557"}
 
 
@@ -184,12 +263,14 @@ class Recorder(Watch):
 
 def timeline() -> None:
     pyplot = shared.plotting()
-    figure, axes = pyplot.subplots(3, 1, figsize=(9, 8), dpi=150, sharex=True)
-    for axis, strategy in zip(axes, STRATEGIES):
+    own: dict[str, dict[str, int]] = {name: {} for name in STRATEGIES}
+    own |= {"fsdp2_tp": {"tensor_parallel": 2}, "fsdp2_cp": {"context_parallel": 2}}
+    figure, axes = pyplot.subplots(len(own), 1, figsize=(9, 12), dpi=150)
+    for axis, (strategy, flags) in zip(axes, own.items()):
         seen = Recorder()
         with tempfile.TemporaryDirectory() as folder:
             qwen2(896, 4864, 6, 14, 2, 50304).save_pretrained(folder)
-            report(strategy, folder, 50304, 8, seen)
+            report(strategy, folder, 50304, 8, seen, **flags)
         start = next(i for i, (flops, _) in enumerate(seen.moments) if flops)
         times = [flops / 1e12 for flops, _ in seen.moments[start:]]
         layers = [[max(held.get(k, 0), 0) / MIB for _, held in seen.moments[start:]] for k in HELD]
@@ -229,8 +310,8 @@ def ranks() -> None:
 
 def main() -> None:
     made = {
-        "traffic": lambda: print(traffic_table()), "choosing": choosing, "timeline": timeline,
-        "ranks": ranks,
+        "traffic": lambda: print(traffic_table()), "choosing": choosing, "inside": inside,
+        "timeline": timeline, "ranks": ranks,
     }  # fmt: skip
     reader = shared.parser(__doc__)
     reader.add_argument("what", choices=made)

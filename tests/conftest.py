@@ -70,7 +70,7 @@ def corpus(texts, tmp_path_factory) -> str:
 def small_shape(**changes):
     from transformers import Qwen2Config
 
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320}
     return Qwen2Config(**shape | {"tie_word_embeddings": True} | changes)
 

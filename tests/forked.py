@@ -6,6 +6,7 @@ once. Reads a JSON line a launch, {"ranks", "script", "words", "faults", "orderl
 torchrun.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -32,6 +33,7 @@ def start(
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
+    gc.freeze()  # what is there now no rank needs to search at its end
     children = []
     for number in range(max(ranks, 1)):
         child = os.fork()

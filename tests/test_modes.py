@@ -16,6 +16,7 @@ def run_worker(corpus, shape_directory, weights_directory, tmp_path_factory):
     def run(*which: str) -> dict:
         out = tmp_path_factory.mktemp("modes") / "seen.json"
         base = {"model": shape_directory, "dataset": corpus, "run_dir": str(out.parent), **SMALL}
+        base["global_batch_tokens"] = 2048  # two micro-batches a rank
         start = json.dumps({"model": weights_directory, "init_from": weights_directory})
         words = [str(ROOT / "tests/worker.py"), str(out), json.dumps(base), start, *which]
         done = torchrun(2, *words, timeout=840)
@@ -66,10 +67,10 @@ def check_agreement(seen: dict, case: str) -> None:
     reference, got, of_norms = seen[f"ddp {reference}"], seen[case], of_steps
     if name in ("tp", "cp"):  # sums of parts, in another order
         of_steps, of_norms = 2e-6, 5e-6
-        if "bf16" in mode:  # at most twice what FSDP2 itself loses by it
+        if "bf16" in mode:  # what FSDP2 itself loses by it, four times as two steps are few
             own = seen[f"fsdp2 {mode}"]
-            of_steps = 2 * difference(own["losses"], reference["losses"])
-            of_norms = 2 * difference(own["norms"], reference["norms"])
+            of_steps = 4 * difference(own["losses"], reference["losses"])
+            of_norms = 4 * difference(own["norms"], reference["norms"])
     assert difference(got["losses"], reference["losses"]) < of_steps
     assert difference(got["norms"], reference["norms"]) < of_norms
     assert abs(got["validation"] / reference["validation"] - 1) < of_steps
@@ -96,10 +97,10 @@ def test_parameters_are_fp32_tied_and_sharded(seen, case):
     assert got["tied"]
     whole = seen["ddp fp32"]["held"]
     one_copy_a_rank = case.startswith("ddp") or case.startswith("fsdp2 hybrid")
-    norms = 9 * 32 if case.startswith("tp") else 0  # each rank of a layer has them
+    norms = 5 * 32 if case.startswith("tp") else 0  # each rank of a layer has them
     assert got["held"] == (whole if one_copy_a_rank else (whole + norms) // 2)
-    # q, k, v, o and the three of the feed-forward in each of 4 blocks; embedding tied to the head.
-    assert [number for _, number in got["decay"]] == [7 * 4, 5 * 4 + 2]
+    # q, k, v, o and the three of the feed-forward in each of 2 blocks; embedding tied to the head.
+    assert [number for _, number in got["decay"]] == [7 * 2, 5 * 2 + 2]
     assert [decay for decay, _ in got["decay"]] == [0.1, 0.0]
 
 
@@ -149,11 +150,13 @@ def test_activation_checkpointing_computes_again_what_its_name_says(seen, name):
 
 def check_graphs(seen: dict, number: int) -> None:
     """A graph for each row length in training and in validation (one for all if they are dynamic);
-    of packed rows for the parts of a block around attention, which is compiled with CUDA only."""
+    of packed rows for the parts of a block around attention, which is compiled with CUDA only:
+    some more of these where ranks share layers or rows."""
     graphs = {case: got["graphs"] for case, got in seen.items() if " compile" in case}
     assert len(graphs) == number
     for case, (first, second) in graphs.items():
-        assert 0 < first == second <= (10 if "packed" in case else 8), case
+        most = 14 if "packed" in case else 8
+        assert 0 < first == second <= most, case
 
 
 def test_nothing_is_compiled_twice(seen):
@@ -162,6 +165,6 @@ def test_nothing_is_compiled_twice(seen):
 
 @pytest.mark.parametrize("name", OWN_MODES)
 def test_accumulating_gradients_equals_one_larger_micro_batch(seen, name):
-    assert seen[f"{name} fp32"]["micro_batches"] == (8 if name in ("tp", "cp") else 4)
+    assert seen[f"{name} fp32"]["micro_batches"] == (4 if name in ("tp", "cp") else 2)
     assert seen[f"{name} merged"]["micro_batches"] == 1
     assert difference(seen[f"{name} merged"]["norms"], seen[f"{name} fp32"]["norms"]) < 1e-6

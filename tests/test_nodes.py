@@ -96,8 +96,8 @@ class Launch:
 @pytest.mark.parametrize(
     "script, ranks, own",
     [
-        pytest.param("ddp_pretrain", 1, {}, marks=pytest.mark.drill),
-        ("fsdp2_pretrain", 2, {"dp_replicate": 2}),
+        ("ddp_pretrain", 1, {}),
+        pytest.param("fsdp2_pretrain", 2, {"dp_replicate": 2}, marks=pytest.mark.drill),
     ],
 )
 def test_two_nodes_are_one_run(nodes, run, corpus, tmp_path, script, ranks, own):

@@ -31,7 +31,7 @@ COMMON_MODES = {
     "packed_odd": {
         "batching": "packed",
         "micro_batch_tokens": 513,
-        "global_batch_tokens": 8 * 513,
+        "global_batch_tokens": 4 * 513,
     },
     "no_clip": {"grad_clip": 0.0},
     "bf16": {"precision": "bf16"},
@@ -48,16 +48,16 @@ COMMON_MODES = {
     },
     "compile_packed": {"compile": True, "batching": "packed"},
     "padded": {"pad_to_multiple_of": 128},
-    "large": {"micro_batch_tokens": 2048, "pad_to_multiple_of": 128},
+    "large": {"micro_batch_tokens": 1024, "pad_to_multiple_of": 128},
     "compile_bf16": {
         "compile": True,
         "precision": "bf16",
-        "micro_batch_tokens": 2048,
+        "micro_batch_tokens": 1024,
         "pad_to_multiple_of": 128,
     },
     "chunked_loss": {"CHUNK_LOGITS": 320 * 100},  # about 5 chunks a micro-batch
     "chunked_loss_bf16": {"CHUNK_LOGITS": 320 * 100, "precision": "bf16"},
-    "merged": {"merge": True},  # one large micro-batch in place of 4
+    "merged": {"merge": True},  # one large micro-batch in place of several
 }
 OWN_MODES = {
     "ddp": {},
@@ -122,8 +122,13 @@ def merged(micro_batches: list[dict]) -> dict:
     return {n: torch.cat([pad(b[n], v) for b in micro_batches]) for n, v in padding.items()}
 
 
-def train(script, flags: dict, device: torch.device, merge: bool = False) -> dict:
-    """A few steps of the script's own functions; what is worth knowing about them."""
+def train(script, flags: dict, device: torch.device, merge=False, count=False) -> dict:
+    """A few steps of the script's own functions; what is worth knowing about them.
+
+    Args:
+        merge: one large micro-batch a step.
+        count: the FLOPs too.
+    """
     config = script.Config(**flags)
     tokenizer = common.load_tokenizer(config.tokenizer)
     rows = common.load_rows(
@@ -160,7 +165,7 @@ def train(script, flags: dict, device: torch.device, merge: bool = False) -> dic
             seen["in_step"] &= all(same_on_all_ranks(p.detach()) for p in parameters)
     seen["micro_batches"] = len(batch.micro_batches)
     seen["gradients_freed"] = all(p.grad is None for p in parameters)
-    if not config.compile:
+    if count:
         with FlopCounterMode(display=False) as flops:
             script.train_step(model, optimizer, batch, config, device, 0.0)
         seen["flops"] = flops.get_total_flops()
@@ -194,13 +199,15 @@ def write_and_leave(out: str, seen: dict) -> None:
 def main() -> None:
     out, base, drill = sys.argv[1], json.loads(sys.argv[2]), sys.argv[4:] == ["drill"]
     device = ddp_pretrain.init_process_group(ddp_pretrain.Config())
+    gc.freeze()  # what is there now needs no search
     seen = {}
     for name, script in SCRIPTS.items():
         for mode, flags in modes(name, drill).items():
             flags = dict(flags)
             merge, whole_loss = flags.pop("merge", False), script.CHUNK_LOGITS
             script.CHUNK_LOGITS = flags.pop("CHUNK_LOGITS", whole_loss)
-            seen[f"{name} {mode}"] = train(script, base | flags, device, merge)
+            count = mode in ("fp32", "ac_full", "ac_selective", "ac_fraction")
+            seen[f"{name} {mode}"] = train(script, base | flags, device, merge, count)
             script.CHUNK_LOGITS = whole_loss
             gc.collect()
             torch._dynamo.reset()
