@@ -54,6 +54,7 @@ SHARING: dict[str, tuple[str, dict[str, Any]]] = {  # of 8 ranks
     "2 a row": ("fsdp2_cp", {"context_parallel": 2}),
     "4 a row": ("fsdp2_cp", {"context_parallel": 4}),
 }
+CARD_OF = {"0.5B": 24, "7B": 80}  # GB of a GPU
 ROW = 8192  # tokens, of which memory and traffic are shown
 FILE_INSIDE = ROOT / "docs/inside.json"
 
@@ -177,36 +178,40 @@ def of_one_row(*given: Any, length: int, **own: Any) -> Report:
 def longest_row(row: Callable[..., Report], card: int) -> int:
     """Tokens of the longest row with which a step fits a card, in steps of 1,024; 0 if none does.
 
-    Memory grows in proportion to the row, but for what is held anyway.
+    Memory grows nearly in proportion to the row, but for what is held anyway.
     """
-    room = 0.9 * card * 1e9
-    short, long = (row(length=length).on_device for length in (ROW, 4 * ROW))
-    tokens = ROW + (room - short) / (long - short) * 3 * ROW
-    length = max(0, int(tokens) // 1024 * 1024)
-    while length and row(length=length).on_device > room:
-        length -= 1024
-    return length
+    room, lengths = 0.9 * card * 1e9, [ROW, 8 * ROW]
+    held = [row(length=length).on_device for length in lengths]
+    for _ in range(3):  # the line through the last two
+        slope = (held[-1] - held[-2]) / (lengths[-1] - lengths[-2])
+        length = int(lengths[-1] + (room - held[-1]) / slope) // 1024 * 1024
+        if length <= 0 or length == lengths[-1]:
+            break
+        lengths.append(length)
+        held.append(row(length=length).on_device)
+    return max((each for each, size in zip(lengths, held) if size <= room), default=0)
 
 
 def inside() -> None:
     """Compute the table: model -> who shares -> what a rank keeps and sends, longest rows."""
     seen: dict[str, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for model in ("0.5B", "7B"):
+        for model, card in CARD_OF.items():
             shape = copy.copy(SHAPES[model])
             shape.max_position_embeddings = 2**24
             shape.save_pretrained(f"{folder}/{model}")
             seen[model] = {}
             for setting, (strategy, own) in SHARING.items():
-                if shape.num_key_value_heads % own.get("tensor_parallel", 1):
+                together = [*own.values(), 1][0]
+                if shape.num_attention_heads % together:
                     continue
                 given = (strategy, f"{folder}/{model}", shape.vocab_size, 8)
                 row = functools.partial(of_one_row, *given, **FULL, **own)
-                shown, groups = row(length=ROW), 8 // [*own.values(), 1][0]
+                shown, groups = row(length=ROW), 8 // together
                 seen[model][setting] = {
                     "gib": shown.on_device / GIB,
                     "sent": shown.sent / (groups * ROW) / 1000,  # GB for a million tokens
-                    **{str(card): longest_row(row, card) for card in CARDS},
+                    "longest": longest_row(row, card),
                 }
                 print(model, setting, seen[model][setting], flush=True)
     FILE_INSIDE.write_text(json.dumps(seen, indent=1) + "\n")
@@ -217,13 +222,14 @@ def inside_table() -> str:
     """Markdown: for each model, what it saves and costs that ranks share layers or rows."""
     lines = [
         f"| model | of 8 ranks share | peak of a rank, rows of {ROW:,} | a rank sends for a "
-        "million tokens | longest row in 24 GB | in 80 GB |",
-        "| --- " * 6 + "|",
+        "million tokens | longest row |",
+        "| --- " * 5 + "|",
     ]
     for model, settings in json.loads(FILE_INSIDE.read_text()).items():
         for setting, row in settings.items():
-            rows = [f"{row[str(card)]:,}" if row[str(card)] else "none" for card in CARDS]
-            cells = [model, setting, f"{row['gib']:.1f} GiB", f"{row['sent']:,.0f} GB", *rows]
+            longest = f"{row['longest']:,}" if row["longest"] else "none"
+            cells = [f"{model}, GPUs of {CARD_OF[model]} GB", setting, f"{row['gib']:.1f} GiB"]
+            cells += [f"{row['sent']:,.0f} GB", longest]
             lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

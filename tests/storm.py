@@ -44,16 +44,17 @@ def main() -> None:
     script, kills, seed, *words = sys.argv[1:]
     importlib.import_module(script)
     chance = random.Random(int(seed))
+    no_end = {"call": "Run.finish", "do": "kill"}
     for number in range(int(kills)):
         victim = chance.choice([0, 0, 1])
         if number % 2:  # at a place, of one rank
             call, *times = chance.choice([place for place in PLACES if place[1 + victim]])
             fault = {"call": call, "number": chance.randint(1, times[victim]), "rank": victim}
             fault |= {"do": "kill", "after": chance.random() < 0.5}
-            codes = join(launch(script, words, [fault]), 120)
+            codes = join(launch(script, words, [fault, no_end]), 120)
             print(json.dumps(fault), codes, flush=True)
         else:  # at a time, of one rank or of all
-            ranks = launch(script, words, [{"call": "Run.finish", "do": "kill"}])
+            ranks = launch(script, words, [no_end])
             delay = chance.uniform(1.5, 3.3)
             time.sleep(delay)
             everyone = chance.random() < 0.5

@@ -614,7 +614,7 @@ def test_wandb_goes_on_with_the_same_run(flags, tmp_path):
         ("ddp_pretrain", "false", 10, 16384),
         ("fsdp2_pretrain", "true", 22, 16384),
         ("fsdp2_tp_pretrain", "false", 5, 2048),
-        ("fsdp2_cp_pretrain", "true", 5, 4096),
+        ("fsdp2_cp_pretrain", "true", 5, 8192),
     ],
 )
 def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(
@@ -630,7 +630,7 @@ def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(
         done = subprocess.run([*program, *words], capture_output=True, text=True, timeout=900)
         assert (done.returncode, done.stderr) == (0, ""), done.stdout
     print(done.stdout)
-    assert sum("-9" in line for line in done.stdout.splitlines()) >= 0.9 * kills
+    assert sum("-9" in line for line in done.stdout.splitlines()) == kills
     assert losses(storm) == losses(whole) and same(storm, whole)
     assert kept(storm) == kept(whole)
     assert {p.name for p in storm.iterdir()} == {p.name for p in whole.iterdir()}
