@@ -495,10 +495,14 @@ def closed_form_of(report: Report, script: Any, config: Any) -> tuple[float, str
     if script.__name__ != "ddp_pretrain" and shards > 1:
         held = report.parameters * shards // 4
         padding = closed_form(report, script, config, held)[0] - expected
-        root = [[shape[0], shape[1:].numel()] for shape in report.root]  # FSDP2 shards rows
+        # FSDP2 shards rows; those of matrices the ranks of a layer have shared out already.
+        root = [
+            [shape[0] // together if len(shape) > 1 else shape[0], shape[1:].numel()]
+            for shape in report.root
+        ]
         if hasattr(config, "sharding_strategy"):  # FSDP1 shards one flat parameter
             root = [[sum(rows * row for rows, row in root), 1]]
-        numbers = sum(math.ceil(rows / shards) * shards * row for rows, row in root) / together
+        numbers = sum(math.ceil(rows / shards) * shards * row for rows, row in root)
         gathers = (gathers_of_block(config) - 1) * report.micro_batches
         share = gathers * size_of_compute(config) * numbers * (shards - 1) / shards
         parts["as the root (embedding, last norm, head) is gathered once a micro-batch"] = -share

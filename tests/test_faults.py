@@ -611,10 +611,10 @@ def test_wandb_goes_on_with_the_same_run(flags, tmp_path):
 @pytest.mark.parametrize(
     "script, background, kills, tokens",
     [
-        ("ddp_pretrain", "false", 10, 16384),
-        ("fsdp2_pretrain", "true", 22, 16384),
-        ("fsdp2_tp_pretrain", "false", 5, 2048),
-        ("fsdp2_cp_pretrain", "true", 5, 8192),
+        ("ddp_pretrain", "false", 8, 16384),
+        ("fsdp2_pretrain", "true", 16, 16384),
+        ("fsdp2_tp_pretrain", "false", 4, 2048),
+        ("fsdp2_cp_pretrain", "true", 4, 8192),
     ],
 )
 def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(

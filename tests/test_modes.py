@@ -61,19 +61,22 @@ EXPECTED = {
 CASES = [f"{name} {mode}" for name in OWN_MODES for mode in [*modes(name, False), "init_from"]]
 
 
+def losses(one: dict) -> list[float]:
+    return [*one["losses"], one["validation"]]
+
+
 def check_agreement(seen: dict, case: str) -> None:
     name, mode = case.split()
-    reference, of_steps, of_weights = EXPECTED.get(mode, ("fp32", *EXACT))
-    reference, got, of_norms = seen[f"ddp {reference}"], seen[case], of_steps
+    reference, of_losses, of_weights = EXPECTED.get(mode, ("fp32", *EXACT))
+    reference, got, of_norms = seen[f"ddp {reference}"], seen[case], of_losses
     if name in ("tp", "cp"):  # sums of parts, in another order
-        of_steps, of_norms = 2e-6, 5e-6
-        if "bf16" in mode:  # what FSDP2 itself loses by it, four times as two steps are few
+        of_losses, of_norms = 2e-6, 5e-6
+        if "bf16" in mode:  # what FSDP2 itself loses by it, four times as these are few numbers
             own = seen[f"fsdp2 {mode}"]
-            of_steps = 4 * difference(own["losses"], reference["losses"])
+            of_losses = 4 * difference(losses(own), losses(reference))
             of_norms = 4 * difference(own["norms"], reference["norms"])
-    assert difference(got["losses"], reference["losses"]) < of_steps
+    assert difference(losses(got), losses(reference)) < of_losses
     assert difference(got["norms"], reference["norms"]) < of_norms
-    assert abs(got["validation"] / reference["validation"] - 1) < of_steps
     assert difference(got["final"], reference["final"]) < of_weights
 
 

@@ -135,10 +135,10 @@ def wait_for_steps(launch, run_dir, number: int, limit: float = 60) -> None:
 @pytest.mark.drill
 @pytest.mark.parametrize("comes_back", [False, True])
 def test_a_node_that_dies_ends_or_restarts_the_other(nodes, corpus, tmp_path, comes_back):
-    flags = RUN_FLAGS | {"dataset": corpus, "run_dir": tmp_path / "run", "steps": 200}
-    flags |= {"checkpoint_every": 20, "timeout_minutes": 0.5}
+    flags = RUN_FLAGS | {"dataset": corpus, "run_dir": tmp_path / "run", "steps": 60}
+    flags |= {"checkpoint_every": 10, "timeout_minutes": 0.5}
     launch = Launch(nodes, 1, "fsdp2_pretrain", [flags, flags], tmp_path, int(comes_back))
-    wait_for_steps(launch, tmp_path / "run", 30)
+    wait_for_steps(launch, tmp_path / "run", 15)
     launch.kill(1)
     launch.launchers[1].communicate()
     if comes_back:
@@ -147,7 +147,7 @@ def test_a_node_that_dies_ends_or_restarts_the_other(nodes, corpus, tmp_path, co
     codes = [launcher.returncode for launcher in launch.launchers]
     if comes_back:
         assert codes == [0, 0], errors
-        assert [line["step"] for line in metrics(tmp_path / "run")[0]] == [*range(1, 201)]
+        assert [line["step"] for line in metrics(tmp_path / "run")[0]] == [*range(1, 61)]
     else:
         assert codes[0] == 1, errors
 

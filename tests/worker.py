@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import sys
+from functools import partialmethod
 from pathlib import Path
 
 import torch
@@ -39,21 +40,21 @@ COMMON_MODES = {
     "ac_selective": {"activation_checkpointing": "selective"},
     "ac_fraction": {"activation_checkpointing": "0.5"},
     "ac_selective_bf16": {"activation_checkpointing": "selective", "precision": "bf16"},
-    "compile": {"compile": True, "pad_to_multiple_of": 128},
+    "compile": {"compile": True, "pad_to_multiple_of": 256},
     "compile_dynamic": {"compile": True},
     "compile_ac_full": {
         "compile": True,
-        "pad_to_multiple_of": 128,
+        "pad_to_multiple_of": 256,
         "activation_checkpointing": "full",
     },
     "compile_packed": {"compile": True, "batching": "packed"},
-    "padded": {"pad_to_multiple_of": 128},
-    "large": {"micro_batch_tokens": 1024, "pad_to_multiple_of": 128},
+    "padded": {"pad_to_multiple_of": 256},
+    "large": {"micro_batch_tokens": 1024, "pad_to_multiple_of": 256},
     "compile_bf16": {
         "compile": True,
         "precision": "bf16",
         "micro_batch_tokens": 1024,
-        "pad_to_multiple_of": 128,
+        "pad_to_multiple_of": 256,
     },
     "chunked_loss": {"CHUNK_LOGITS": 320 * 100},  # about 5 chunks a micro-batch
     "chunked_loss_bf16": {"CHUNK_LOGITS": 320 * 100, "precision": "bf16"},
@@ -78,14 +79,17 @@ OWN_MODES = {
     "tp": {"keep_after_forward": {"reshard_after_forward": False}},
     "cp": {"reduce_every": {"reduce_every_micro_batch": True}},
 }
-# Compiling takes a quarter of a minute each time: the plain suite has one such mode a script.
+# Compiling takes a quarter of a minute each time: the plain suite has some, by one script each.
 SLOW = {
     "compile": "fsdp2", "compile_bf16": "ddp", "compile_packed": "fsdp1",
     "compile_dynamic": None, "compile_ac_full": None,
 }  # fmt: skip
+# Of the others these; the rest trace graphs and partition them, and leave the kernels to eager.
+GENERATED = {"tp": "compile", "cp": "compile"}
 # What torch cannot compile of DTensors, and the script refuses.
 REFUSED = {"tp": ("compile_dynamic", "compile_ac_full")}
 STEPS = 2
+COMPILE = torch.nn.Module.compile
 
 
 def modes(name: str, drill: bool) -> dict[str, dict]:
@@ -207,6 +211,9 @@ def main() -> None:
             merge, whole_loss = flags.pop("merge", False), script.CHUNK_LOGITS
             script.CHUNK_LOGITS = flags.pop("CHUNK_LOGITS", whole_loss)
             count = mode in ("fp32", "ac_full", "ac_selective", "ac_fraction")
+            kernels = not drill or GENERATED.get(name) == mode
+            backend = "inductor" if kernels else "aot_eager"
+            torch.nn.Module.compile = partialmethod(COMPILE, backend=backend)
             seen[f"{name} {mode}"] = train(script, base | flags, device, merge, count)
             script.CHUNK_LOGITS = whole_loss
             gc.collect()
