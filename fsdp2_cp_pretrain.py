@@ -161,7 +161,7 @@ KEPT += [torch.ops.torch_attn._varlen_attn.default]  # attention within document
 # Collectives inside a block, as tensor and context parallelism have: here they are around it.
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 KEPT += [getattr(torch.ops._c10d_functional, kind).default for kind in COLLECTIVES]
-HEADS = namedtuple("HEADS", "num_key_value_groups")  # what attention asks of its module
+Heads = namedtuple("Heads", "num_key_value_groups")  # what attention asks of its module
 
 
 def trade(group: dist.ProcessGroup, tensor: torch.Tensor) -> torch.Tensor:
@@ -175,7 +175,7 @@ def attention(group: dist.ProcessGroup, _: nn.Module, query, key, value, *more: 
     copies = max(1, group.size() // key.shape[1])  # fewer key/value heads than ranks: some share
     key, value = (x.repeat_interleave(copies, dim=1) for x in (key, value))
     query, key, value = (trade(group, x) for x in (query, key, value))
-    heads = HEADS(query.shape[1] // key.shape[1])
+    heads = Heads(query.shape[1] // key.shape[1])
     output, _ = common.document_attention(heads, query, key, value, *more, **kwargs)
     return trade(group, output), None  # [rows, length, heads, head size]
 

@@ -612,7 +612,7 @@ def test_wandb_goes_on_with_the_same_run(flags, tmp_path):
     "script, background, kills, tokens",
     [
         ("ddp_pretrain", "false", 8, 16384),
-        ("fsdp2_pretrain", "true", 16, 16384),
+        ("fsdp2_pretrain", "true", 12, 16384),
         ("fsdp2_tp_pretrain", "false", 4, 2048),
         ("fsdp2_cp_pretrain", "true", 4, 8192),
     ],

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import ROOT, RUN_FLAGS, arguments, metrics
@@ -133,23 +134,29 @@ def wait_for_steps(launch, run_dir, number: int, limit: float = 60) -> None:
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("comes_back", [False, True])
-def test_a_node_that_dies_ends_or_restarts_the_other(nodes, corpus, tmp_path, comes_back):
-    flags = RUN_FLAGS | {"dataset": corpus, "run_dir": tmp_path / "run", "steps": 60}
-    flags |= {"checkpoint_every": 10, "timeout_minutes": 0.5}
-    launch = Launch(nodes, 1, "fsdp2_pretrain", [flags, flags], tmp_path, int(comes_back))
-    wait_for_steps(launch, tmp_path / "run", 15)
-    launch.kill(1)
-    launch.launchers[1].communicate()
-    if comes_back:
-        launch.launchers[1] = launch.start(1)
-    errors = launch.end(limit=240)
-    codes = [launcher.returncode for launcher in launch.launchers]
-    if comes_back:
-        assert codes == [0, 0], errors
-        assert [line["step"] for line in metrics(tmp_path / "run")[0]] == [*range(1, 61)]
-    else:
-        assert codes[0] == 1, errors
+def test_a_node_that_dies_ends_or_restarts_the_other(nodes, corpus, tmp_path):
+    """Without and with a restart, at the same time."""
+
+    def lose_a_node(restarts: int) -> None:
+        folder = tmp_path / str(restarts)
+        flags = RUN_FLAGS | {"dataset": corpus, "run_dir": folder / "run", "steps": 60}
+        flags |= {"checkpoint_every": 10, "timeout_minutes": 0.5}
+        launch = Launch(nodes, 1, "fsdp2_pretrain", [flags, flags], folder, restarts)
+        wait_for_steps(launch, folder / "run", 15)
+        launch.kill(1)
+        launch.launchers[1].communicate()
+        if restarts:
+            launch.launchers[1] = launch.start(1)
+        errors = launch.end(limit=240)
+        codes = [launcher.returncode for launcher in launch.launchers]
+        if restarts:
+            assert codes == [0, 0], errors
+            assert [line["step"] for line in metrics(folder / "run")[0]] == [*range(1, 61)]
+        else:
+            assert codes[0] == 1, errors
+
+    with ThreadPoolExecutor() as both:
+        assert list(both.map(lose_a_node, [0, 1])) == [None, None]
 
 
 @pytest.mark.drill

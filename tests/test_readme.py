@@ -172,10 +172,14 @@ def dry_run(*words: str) -> str:
 
 @pytest.mark.drill
 def test_prediction_for_the_real_run():
-    """The dry run takes the real run's flags as they stand, and says what the README says."""
+    """The dry run takes the real run's flags as they stand, and says what the README says.
+
+    But for 2 micro-batches a step in place of 16: from the second on each peaks like the other.
+    """
     [command] = [command for command in launches() if "fineweb-edu" in command]
     words = shlex.split(command)
     flags = words[words.index("fsdp2_pretrain.py") + 1 :]
+    flags += ["--global_batch_tokens", str(2 * 4 * 8192)]
     program = ["bench/dry_run.py", "fsdp2_pretrain.py", "--ranks", "4", "--vocabulary", "50257"]
     peak = re.search(r"\*\*peak\*\* \| \*\*([\d,.]+) MiB", dry_run(*program, *flags))[1]
     claimed = re.search(r"GPU needs ([\d.]+) GiB", " ".join(README.split()))[1]
