@@ -725,8 +725,6 @@ def attention_document_by_document(
 
 # --- Architecture and weights in Hugging Face form ------------------------------------------------
 
-
-KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 UNKNOWN_SETTINGS = """final_logit_softcapping attn_logit_softcapping logit_scale logits_scaling
     output_router_logits""".split()  # the loss of these scripts has none of them
 
@@ -739,15 +737,17 @@ def read_architecture(name: str, vocabulary: int, max_length: int) -> Shape:
     with refusing(f"model {name} is neither tiny, qwen2-0.5b nor has a config.json to go by"):
         shape = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
     kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(shape), None)
-    others = set(getattr(shape, "layer_types", None) or ()) - KNOWN_LAYERS
-    if not getattr(kind, "_supports_attention_backend", False) or others:
+    odd = set(getattr(shape, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if not getattr(kind, "_supports_attention_backend", False) or odd:
         refuse(f"--model {name}: its attention cannot be kept within documents")
     for setting in UNKNOWN_SETTINGS:
         if getattr(shape, setting, None) not in (None, 1, False):
             refuse(f"--model {name}: its {setting} is not supported")
     if vocabulary > shape.vocab_size:
         refuse(f"--tokenizer has {vocabulary} ids, --model {name} only {shape.vocab_size}")
-    limits = ["max_position_embeddings", "attention_chunk_size", "sliding_window"]
+    # The second is LongRoPE's: past it, a token's rotation depends on its neighbours in the row.
+    limits = ["max_position_embeddings", "original_max_position_embeddings"]
+    limits += ["attention_chunk_size", "sliding_window"]
     if exceeded := [x for x in limits if max_length > (getattr(shape, x, None) or math.inf)]:
         refuse(f"--max_length {max_length} exceeds {exceeded[0]} of --model {name}")
     return shape

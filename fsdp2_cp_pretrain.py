@@ -2,8 +2,8 @@
 
 What a rank keeps: 1/N of all parameters, gradients and AdamW moments (N ranks); while a block
 computes, that block's parameters whole. Of activations a C-th: a part of each row, in attention a
-part of the heads (Ulysses, arXiv 2309.14509). What moves for it in a block, with Q and K the bytes
-of queries and keys: all-to-alls of queries, keys, values and output, 4(Q+K)(C-1)/C^2 with backward.
+part of the heads (Ulysses, arXiv 2309.14509). What moves for it in a block, Q and K: bytes of
+queries and keys: all-to-alls of these, values, output, 4(Q+K)(C-1)/C^2 (6 if computed again).
 
 What moves in a step, with P the bytes of the model: before a block's forward and again before its
 backward an all-gather of its parameters, at most 2P(N-1)/N in all; after its backward a
@@ -238,7 +238,7 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
     """Returns the model, ready to train, and the names of the parameters with weight decay.
 
     The order matters: patch, checkpoint activations, compile, wrap or shard. The compiler must see
-    the checkpointing (around a compiled block, both would recompute), but not the strategy.
+    the checkpointing (around a compiled block, both would recompute), but not DDP or FSDP.
     """
     heads = shape.num_attention_heads
     few, many = sorted((getattr(shape, "num_key_value_heads", heads), config.context_parallel))

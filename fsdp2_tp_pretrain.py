@@ -1,9 +1,9 @@
 """Causal-LM pretraining with FSDP2 and tensor parallelism: T ranks compute each layer together.
 
-What a rank keeps: 1/(TN) of all parameters, gradients and AdamW moments (TN ranks); while a block
-computes, a T-th of its parameters; between layers a T-th of each row. In a block T ranks wait for 4
-all-gathers and 4 reduce-scatters, backward included, of the A bytes of [tokens, hidden size]:
-8A(T-1)/T, so keep them in a node (arXiv 1909.08053, 2205.05198). Below, P is a T-th of the model.
+What each of TN ranks keeps: 1/(TN) of parameters, gradients and AdamW moments (norms: 1/N); while a
+block computes, a T-th of it; between layers a T-th of each row. In a block T ranks wait for
+all-gathers and reduce-scatters of 8A(T-1)/T, A: bytes of [tokens, hidden size] (11A if computed
+again): keep them in a node (arXiv 1909.08053, 2205.05198). Below: N groups, a T-th of the model.
 
 What moves in a step, with P the bytes of the model: before a block's forward and again before its
 backward an all-gather of its parameters, at most 2P(N-1)/N in all; after its backward a
@@ -152,7 +152,7 @@ KEPT += [torch.ops.torch_attn._varlen_attn.default]  # attention within document
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 KEPT += [getattr(torch.ops._c10d_functional, kind).default for kind in COLLECTIVES]
 
-# How the layers of a block are cut. What flows between blocks is cut along its rows.
+# How the layers of a block are cut. What flows between blocks is cut along its length.
 PART, WHOLE = {"hidden_states": Shard(1)}, {"hidden_states": Replicate()}
 SUMMED = {"output_layouts": Shard(1), "use_local_output": False}  # by a reduce-scatter
 BLOCK = {
@@ -164,8 +164,7 @@ BLOCK = {
     **{f"mlp.{name}_proj": tp.ColwiseParallel() for name in ("gate", "up")},
     "mlp.down_proj": tp.RowwiseParallel(**SUMMED),
 }
-# Embeddings and head are cut by vocabulary, and so are the logits.
-ENDS = {"model.norm": tp.SequenceParallel(), "lm_head": tp.ColwiseParallel()}
+ENDS = {"model.norm": tp.SequenceParallel(), "lm_head": tp.ColwiseParallel()}  # by vocabulary
 ENDS["model.embed_tokens"] = tp.RowwiseParallel(input_layouts=Replicate(), **SUMMED)
 
 
@@ -227,7 +226,7 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
     """Returns the model, ready to train, and the names of the parameters with weight decay.
 
     The order matters: patch, checkpoint activations, compile, wrap or shard. The compiler must see
-    the checkpointing (around a compiled block, both would recompute), but not the strategy.
+    the checkpointing (around a compiled block, both would recompute), but not DDP or FSDP.
     """
     AttentionInterface.register("documents", common.document_attention)
     with torch.device("meta"):  # shapes only, no memory yet
@@ -240,8 +239,9 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
     layers = {name.rpartition(".")[0] for name, _ in blocks[0].named_parameters()}
     if layers != BLOCK.keys() - {"self_attn", "mlp"}:
         common.refuse(f"--model {config.model}: only blocks with the layers of Llama's can be cut")
-    if math.gcd(shape.num_key_value_heads, shape.intermediate_size) % config.tensor_parallel:
-        common.refuse("--tensor_parallel must divide the model's key/value heads and feed-forward")
+    sizes = shape.num_key_value_heads, shape.intermediate_size, shape.vocab_size
+    if math.gcd(*sizes) % config.tensor_parallel:
+        common.refuse(f"--tensor_parallel must divide K/V heads, feed-forward, vocabulary: {sizes}")
 
     mode = config.activation_checkpointing
     fraction = float({"none": 0, "full": 1, "selective": 1}.get(mode, mode))
@@ -259,7 +259,7 @@ def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
 
     sizes = (dist.get_world_size() // config.tensor_parallel, config.tensor_parallel)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("shard", "tensor"))
-    mesh._flatten()  # the gradient norm is summed over both at once
+    mesh._flatten()  # the gradient norm is summed over both by one all-reduce
     sharding: dict[str, Any] = {"mesh": mesh["shard"]}
 
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}

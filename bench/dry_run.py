@@ -460,7 +460,8 @@ def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
     what embedding, norms, head and loss add.
 
     L: blocks, T or C: ranks that share a layer or a row, A: bytes of a micro-batch's [tokens,
-    hidden size], Q and K: of its queries and keys. Blocks that are computed again send again.
+    hidden size], Q and K: of its queries and keys (these as often as C exceeds their heads). R
+    blocks are computed again, up to the last tensor that backward needs, and send again.
     """
     shape, (rows, width) = report.shape, rows_of(config)
     tokens, size = rows * width * report.micro_batches, size_of_compute(config)
@@ -474,12 +475,14 @@ def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
         # gradients of the norms' weights.
         norms = (2 * blocks + 1) * shape.hidden_size * 4
         ends = 4 * share + 2 * (3 * 4 * tokens + norms) * (ranks - 1) / ranks
-        return (8 * blocks + 4 * again) * share, " + 8LkA(T-1)/T", ends
+        times = "(8L+3R)" if again else "8L"
+        return (8 * blocks + 3 * again) * share, f" + {times}kA(T-1)/T", ends
     if ranks := getattr(config, "context_parallel", 0):
         heads, few = shape.num_attention_heads, max(shape.num_key_value_heads, ranks)
         width = shape.hidden_size // heads * (heads + few)
         share = tokens * width * size * (ranks - 1) / ranks**2
-        return (4 * blocks + 2 * again) * share, " + 4Lk(Q+K)(C-1)/C²", 0.0
+        times = "(4L+2R)" if again else "4L"
+        return (4 * blocks + 2 * again) * share, f" + {times}k(Q+K)(C-1)/C²", 0.0
     return 0.0, "", 0.0
 
 

@@ -122,16 +122,18 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             ["tensor_parallel: PositiveInt", "% self.tensor_parallel", "n // config.tensor_"],
         ),
         (
-            "How a block is cut. q, k, v, gate and up are cut by columns, so each rank computes "
-            "some heads and some of the feed-forward's width, and needs whole rows for it; o and "
-            "down are cut by rows of their weight, so each rank has a summand of every output. "
+            "How a block is cut. q, k, v, gate and up are cut by outputs (ColwiseParallel: columns "
+            "of A in xA; torch keeps A transposed), so each rank computes some heads and some of "
+            "the feed-forward's width, and needs whole rows for it; o and down are cut by inputs "
+            "(RowwiseParallel), so each rank has a summand of every output. "
             "Adding them up with a reduce-scatter leaves each rank a part of the rows, and there "
             "the residual stream and the norms stay. Tensors in between are DTensors: they know "
             "their whole length, so parts of unequal length and positions come out right. Norms "
             "are not cut, but need a plan as well: what they read is a DTensor, so their weights "
             "must be. Each rank sees a part of the rows, so the gradients of these weights are "
             "summed over the group. Embedding and head are cut by vocabulary: a rank looks up the "
-            "tokens that it has, and the reduce-scatter adds what the others have.",
+            "tokens that it has, and the reduce-scatter adds what the others have. (Its gradient, "
+            "though, DTensor makes whole on each rank; FSDP takes the rank's part as it reduces.)",
             ["BLOCK = {"],
         ),
         (

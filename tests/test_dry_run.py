@@ -149,10 +149,11 @@ def test_prediction_equals_real_ranks(real, two_blocks, case):
 FORMS = [
     pytest.param(name, mode, ranks, marks=[pytest.mark.drill] if ranks > 2 else [])
     for name, own in OWN.items()
-    for mode in ["plain", "bf16", *own]
+    for mode in ["plain", "bf16", "full", *own]
     for ranks in (2, 8, 1024)
     if (ranks < 1024 or mode in ("plain", "hybrid"))  # that many take seconds
     and not (ranks == 2 and mode == "four")
+    and (mode != "full" or name in ("fsdp2_tp_pretrain", "fsdp2_cp_pretrain"))
 ]
 
 

@@ -154,7 +154,29 @@ def wait_for_steps(run_dir: Path, number: int) -> None:
 # --- Dead, failing and stalled ranks --------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def frozen(flags, tmp_path_factory):
+    """Futures: how many seconds runs take whose rank 0 freezes.
+
+    torchrun waits half a minute of it for the frozen rank, in which other tests go on.
+
+    In the second rank 0 itself holds the store, as in docs/runs.md for several nodes.
+    """
+    fault = {"call": "Run.log_step", "number": 3, "rank": 0, "do": "freeze"}
+
+    def seconds(share: str) -> float:
+        own = flags | {"run_dir": tmp_path_factory.mktemp("frozen"), "timeout_minutes": 0.2}
+        began = time.monotonic()
+        done = faulty_under_torchrun([fault], own, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=share)
+        assert done.returncode == 1
+        return time.monotonic() - began
+
+    with ThreadPoolExecutor() as both:
+        yield [both.submit(seconds, share) for share in "01"]
+
+
 @pytest.mark.drill
+@pytest.mark.usefixtures("frozen")
 def test_torchrun_restarts_go_on_from_the_newest_checkpoint(flags, whole, tmp_path):
     """Even with --resume never: only the first start is a fresh one."""
     faults = [
@@ -197,20 +219,9 @@ def test_a_stalled_rank_ends_the_run_in_time(flags, tmp_path, script, late, own)
     assert len(losses(tmp_path)) == 2
 
 
-@pytest.mark.drill  # torchrun waits 30 seconds for the frozen one
-def test_a_frozen_rank_0_ends_the_run_in_time(flags, tmp_path):
-    """Also where rank 0 itself holds the store, as in docs/runs.md for several nodes."""
-    fault = {"call": "Run.log_step", "number": 3, "rank": 0, "do": "freeze"}
-
-    def seconds(share: str) -> float:
-        own = flags | {"run_dir": tmp_path / share, "timeout_minutes": 0.2}
-        began = time.monotonic()
-        done = faulty_under_torchrun([fault], own, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=share)
-        assert done.returncode == 1
-        return time.monotonic() - began
-
-    with ThreadPoolExecutor() as both:
-        assert all(took < 90 for took in both.map(seconds, ["0", "1"]))
+@pytest.mark.drill
+def test_a_frozen_rank_0_ends_the_run_in_time(frozen):
+    assert all(run.result() < 90 for run in frozen)
 
 
 def ranks_of(launcher: subprocess.Popen) -> list[int]:
