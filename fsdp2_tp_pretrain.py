@@ -3,7 +3,7 @@
 What each of TN ranks keeps: 1/(TN) of parameters, gradients and AdamW moments (norms: 1/N); while a
 block computes, a T-th of it; between layers a T-th of each row. In a block T ranks wait for
 all-gathers and reduce-scatters of 8A(T-1)/T, A: bytes of [tokens, hidden size] (11A if computed
-again): keep them in a node (arXiv 1909.08053, 2205.05198). Below: N groups, a T-th of the model.
+again): keep them in a node (arXiv 1909.08053, 2205.05198). Below, P is a T-th of the model.
 
 What moves in a step, with P the bytes of the model: before a block's forward and again before its
 backward an all-gather of its parameters, at most 2P(N-1)/N in all; after its backward a

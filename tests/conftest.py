@@ -67,12 +67,14 @@ def corpus(texts, tmp_path_factory) -> str:
     return str(path)
 
 
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}  # of small models
+SIZES |= {"num_attention_heads": 4, "vocab_size": 320}
+
+
 def small_shape(**changes):
     from transformers import Qwen2Config
 
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320}
-    return Qwen2Config(**shape | {"tie_word_embeddings": True} | changes)
+    return Qwen2Config(**SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True} | changes)
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import INSIDE, ROOT, RUN_FLAGS, SCRIPTS, arguments, metrics
+from conftest import INSIDE, ROOT, RUN_FLAGS, SCRIPTS, SIZES, arguments, metrics
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
@@ -135,11 +135,9 @@ def small_models() -> dict:
     """Architectures that differ where it matters: tying, names, biases, ways to initialize."""
     from transformers import GPT2Config, LlamaConfig, PhiConfig
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    sizes |= {"num_attention_heads": 4, "vocab_size": 320}
     return {
-        "llama": LlamaConfig(**sizes, num_key_value_heads=2, tie_word_embeddings=False),
-        "phi": PhiConfig(**sizes, tie_word_embeddings=False),  # its head has a bias
+        "llama": LlamaConfig(**SIZES, num_key_value_heads=2, tie_word_embeddings=False),
+        "phi": PhiConfig(**SIZES, tie_word_embeddings=False),  # its head has a bias
         "gpt2": GPT2Config(
             vocab_size=320,
             n_embd=32,

@@ -158,9 +158,8 @@ def wait_for_steps(run_dir: Path, number: int) -> None:
 def frozen(flags, tmp_path_factory):
     """Futures: how many seconds runs take whose rank 0 freezes.
 
-    torchrun waits half a minute of it for the frozen rank, in which other tests go on.
-
-    In the second rank 0 itself holds the store, as in docs/runs.md for several nodes.
+    torchrun waits half a minute of it for the frozen rank, in which other tests go on. In the
+    second run rank 0 itself holds the store, as in docs/runs.md for several nodes.
     """
     fault = {"call": "Run.log_step", "number": 3, "rank": 0, "do": "freeze"}
 

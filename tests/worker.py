@@ -84,12 +84,12 @@ SLOW = {
     "compile": "fsdp2", "compile_bf16": "ddp", "compile_packed": "fsdp1",
     "compile_dynamic": None, "compile_ac_full": None,
 }  # fmt: skip
-# Of the others these; the rest trace graphs and partition them, and leave the kernels to eager.
+# Of those left to the drill, these generate kernels; the rest trace and partition graphs alone.
 GENERATED = {"tp": "compile", "cp": "compile"}
 # What torch cannot compile of DTensors, and the script refuses.
 REFUSED = {"tp": ("compile_dynamic", "compile_ac_full")}
-STEPS = 2
 COMPILE = torch.nn.Module.compile
+STEPS = 2
 
 
 def modes(name: str, drill: bool) -> dict[str, dict]:
