@@ -6,9 +6,10 @@ Data flows one way, and each section below is a stretch of that way:
     corpus -> rows of tokens (cached on disk) -> batch plan (a pure function of lengths and seed)
     -> collate -> micro-batch
 
-A function takes the values that it needs, so each can be copied alone. What reads data takes
-`share` and `shares`: which part of the data this rank trains on, of how many. They are rank and
-world size for data parallelism; ranks that work on the same rows together have the same share.
+A function takes the values that it needs, so each can be copied alone. What reads data takes a
+data-parallel rank and size: which part of the data this rank trains on, of how many parts. They are
+rank and world size where each rank has data of its own; ranks that work on the same rows together
+have the same data-parallel rank.
 
     python common.py export CHECKPOINT OUT    a checkpoint's weights in Hugging Face form
 
@@ -39,7 +40,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -60,11 +61,12 @@ from pydantic import ValidationError
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
 from transformers.convert_slow_tokenizer import TikTokenConverter
-from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.integrations.sdpa_attention import repeat_kv
 
 Tokenizer = transformers.PreTrainedTokenizerFast
-Shape = transformers.PreTrainedConfig  # the architecture of a model
+ModelConfig = transformers.PreTrainedConfig
 transformers.logging.disable_progress_bar()  # of loading and saving weights
 IGNORED = -100  # label of a position without loss: cross entropy's own default
 
@@ -77,14 +79,17 @@ def flag(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-def refuse(message: str, code: int = 2) -> NoReturn:
-    """End the program with one line on stderr: code 2 for bad input, 1 for a failure while running.
+class Refusal(Exception):
+    """Ends the program with one line on stderr and an exit code, see `launch`."""
 
-    `launch` prints the line; without it Python does, and ends with code 1.
-    """
-    ended = SystemExit(f"error: {' '.join(message.split())}")
-    ended.status = code
-    raise ended
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code = code
+
+
+def refuse(message: str, code: int = 2) -> NoReturn:
+    """End with the line `error: message`: code 2 for bad input, 1 for a failure while running."""
+    raise Refusal(" ".join(message.split()), code)
 
 
 @contextlib.contextmanager
@@ -92,12 +97,21 @@ def refusing(what: str, code: int = 2) -> Iterator[None]:
     """End with one line, as `refuse`, if a library fails at `what`, with its own words for why."""
     try:
         yield
+    except Refusal:
+        raise
     except (Exception, dcp.CheckpointException) as error:  # DCP's is no Exception
-        if "onnection" in str(error) and dist.is_initialized():
-            raise  # another rank has failed, and reports it
-        # DCP holds what failed by rank; a dataset's error hides the cause behind a general one.
-        cause = next(iter(getattr(error, "failures", {}).values()), (error,))[0]
-        refuse(f"{what}: {str(cause.__cause__ or cause)[:400] or 'nothing is there'}", code)
+        if lost_connection(error) and dist.is_initialized():
+            raise
+        if isinstance(error, dcp.CheckpointException):
+            error, _ = list(error.failures.values())[0]  # of one of the ranks
+        # An error of datasets has the cause behind a general one.
+        words = str(error.__cause__ or error)[:400]
+        refuse(f"{what}: {words or 'nothing is there'}", code)
+
+
+def lost_connection(error: BaseException) -> bool:
+    """Whether a collective failed since another rank has ended: that one reports the cause."""
+    return "connection" in str(error).lower()
 
 
 def parse_config(config_class: type) -> Any:
@@ -113,8 +127,9 @@ def parse_config(config_class: type) -> Any:
         refuse(f"--{first['loc'][0]} {first['input']}: {first['msg']}")
     if rest:
         refuse(f"unknown flag or word {rest[0]}; --help lists the flags, and a glob needs quotes")
-    if config.init_from:  # weights bring their architecture and tokenizer
+    if config.init_from:
         config.init_from = fetch_weights(config.init_from)
+        # Weights bring their architecture and tokenizer, unless the command line names others.
         given = {word[2:].split("=")[0] for word in sys.argv[1:] if word.startswith("--")}
         for name in {"model", "tokenizer"} - given:
             setattr(config, name, config.init_from)
@@ -128,26 +143,34 @@ def launch(main: Callable[[], None]) -> None:
     """
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     alone |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    os.environ |= alone | os.environ  # without torchrun: one rank
+    for name, value in alone.items():  # without torchrun: one rank
+        os.environ.setdefault(name, value)
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot print a character
     try:
         end_with_launcher()
         return main()
     except BaseException as error:  # SystemExit and DCP's CheckpointException are no Exception
-        # torchrun ends all ranks once one has exited: who knows most must speak first. That is the
-        # first rank of a node, if all refuse, and a failed rank before those that lost it. Who
+        message, code = last_words(error)
+        # torchrun ends all ranks once one has exited, so who knows most must speak first. That is
+        # the first rank of a node, if all refuse, and a failed rank before those that lost it. Who
         # still lives five seconds later is alone in knowing of the error.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        refused = isinstance(error, SystemExit)
-        if "onnection" in str(error) or refused and os.environ["LOCAL_RANK"] != "0":
+        refused = isinstance(error, Refusal | SystemExit)
+        if lost_connection(error) or (refused and os.environ["LOCAL_RANK"] != "0"):
             time.sleep(5)
-        if not refused:
-            traceback.print_exc()
-        elif isinstance(error.code, str):
-            print(error.code, file=sys.stderr, flush=True)
-        code = getattr(error, "status", error.code) if refused else 1
+        if message:
+            print(message, file=sys.stderr, flush=True)
     say("", end="")  # flushed, even if nobody reads any more
     os._exit(code)
+
+
+def last_words(error: BaseException) -> tuple[str, int]:
+    """What an error that ends the program says on stderr, and its exit code."""
+    if isinstance(error, Refusal):
+        return f"error: {error}", error.code
+    if isinstance(error, SystemExit):  # of --help, or of a `main` that leaves early
+        return (error.code, 1) if isinstance(error.code, str) else ("", error.code or 0)
+    return f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}", 1
 
 
 def end_with_launcher() -> None:
@@ -184,30 +207,46 @@ def fingerprint(*values: Any) -> str:
 def tiktoken_encoding(name: str) -> tiktoken.Encoding:
     """A tiktoken encoding; `bytes` is one of the 256 byte values and an end-of-text token."""
     if name == "bytes":
-        ranks = {bytes([value]): value for value in range(256)}
-        more = {"pat_str": r"[\s\S]", "special_tokens": {"<|endoftext|>": 256}}
-        return tiktoken.Encoding(name, mergeable_ranks=ranks, **more)
+        return tiktoken.Encoding(
+            name,
+            pat_str=r"[\s\S]",
+            mergeable_ranks={bytes([value]): value for value in range(256)},
+            special_tokens={"<|endoftext|>": 256},
+        )
     with refusing(f"--tokenizer {name} (without network, TIKTOKEN_CACHE_DIR must hold its files)"):
         return tiktoken.get_encoding(name)
 
 
+END_OF_TEXT = ["<|endoftext|>", "<|end_of_text|>"]  # of OpenAI's encodings, of Llama 3's
+
+
 def to_transformers(encoding: tiktoken.Encoding) -> Tokenizer:
-    """The `transformers` tokenizer that gives the same ids."""
+    """The `transformers` tokenizer that gives the same ids; a `Refusal` if there can be none."""
     ranks = encoding._mergeable_ranks
-    names = {index: name for name, index in encoding._special_tokens.items()}
+    special = {index: name for name, index in encoding._special_tokens.items()}
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        refuse(f"--tokenizer {encoding.name}: its ids have gaps between its tokens")
+    end_of_text = [name for name in END_OF_TEXT if name in encoding._special_tokens]
+    if not end_of_text:
+        refuse(f"--tokenizer {encoding.name}: it has no token that ends a text")
     # Added tokens get consecutive ids, so the gaps (cl100k_base has some) need names too.
-    added = [names.get(i, f"<|unused_{i}|>") for i in range(len(ranks), encoding.n_vocab)]
+    added_ids = range(len(ranks), encoding.n_vocab)
+    added = [special.get(index, f"<|unused_{index}|>") for index in added_ids]
     # a{1,3}+ is a possessive repetition in tiktoken's regexes, a repeated one in the others.
     pattern = re.sub(r"(\\p\{N\}\{\d+,\d+\})\+", r"(?>\1)", encoding._pat_str)
     with tempfile.NamedTemporaryFile(suffix=".tiktoken") as file:
-        file.writelines(base64.b64encode(b) + b" %d\n" % ranks[b] for b in ranks)
+        for token, rank in ranks.items():
+            file.write(base64.b64encode(token) + b" %d\n" % rank)
         file.flush()
-        converted = TikTokenConverter(file.name, pattern, extra_special_tokens=added).converted()
+        converter = TikTokenConverter(file.name, pattern, extra_special_tokens=added)
+        converted = converter.converted()
     return Tokenizer(
-        tokenizer_object=converted, eos_token=names[encoding.eot_token],
-        name_or_path=encoding.name, clean_up_tokenization_spaces=False,
+        tokenizer_object=converted,
+        eos_token=end_of_text[0],
+        name_or_path=encoding.name,
+        clean_up_tokenization_spaces=False,
         split_special_tokens=True,  # as in training: spelled-out special tokens are text
-    )  # fmt: skip
+    )
 
 
 @functools.cache
@@ -226,11 +265,12 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
     """Ids of a text, uint32; a special token that it spells out stays plain text."""
-    name, backend = tokenizer.name_or_path, tokenizer.backend_tokenizer
+    name = tokenizer.name_or_path
     if name == "bytes":
         return np.frombuffer(text.encode(), np.uint8).astype(np.uint32)
     if name in tiktoken.list_encoding_names():  # four times as fast as its conversion
         return tiktoken_encoding(name).encode_to_numpy(text, disallowed_special=())
+    backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = True
     ids = backend.encode(text, add_special_tokens=False).ids
     backend.encode_special_tokens = False
@@ -247,7 +287,7 @@ def standard_library_files() -> list[str]:
     root = Path(ast.__file__).parent
     skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "ensurepip"}
     files = sorted(root.rglob("*.py"))
-    return [str(f) for f in files if not skipped.intersection(f.relative_to(root).parts)]
+    return [str(file) for file in files if skipped.isdisjoint(file.relative_to(root).parts)]
 
 
 def read_python(files: list[str]) -> Iterator[tuple[ast.Module, list[str]]]:
@@ -269,17 +309,22 @@ def standard_library_documents(files: list[str], version: str) -> Iterator[dict[
 
 def docstring_conversations(files: list[str], version: str) -> Iterator[dict[str, Any]]:
     """A conversation for each documented function: write its docstring, with a thought before."""
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = (node for tree, _ in read_python(files) for node in ast.walk(tree))
-    for node in (node for node in nodes if isinstance(node, functions) and len(node.body) > 1):
-        if docstring := ast.get_docstring(node):
+    for tree, _ in read_python(files):
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            docstring = ast.get_docstring(node)
+            if not docstring or len(node.body) == 1:
+                continue
             del node.body[0]
             arguments = ", ".join(argument.arg for argument in node.args.args) or "none"
             thought = f"<|begin_of_thought|>\narguments: {arguments}\n<|end_of_thought|>\n\n"
             answer = f"{thought}<|begin_of_solution|>\n{docstring}\n<|end_of_solution|>"
-            question = f"Write the docstring of:\n\n{ast.unparse(node)}"
-            system = "You write docstrings. Think first, then answer."
-            yield {"system": system, "prompt": question, "completion": answer}
+            yield {
+                "system": "You write docstrings. Think first, then answer.",
+                "prompt": f"Write the docstring of:\n\n{ast.unparse(node)}",
+                "completion": answer,
+            }
 
 
 EMBEDDED = {"stdlib": standard_library_documents, "stdlib-docstrings": docstring_conversations}
@@ -293,110 +338,89 @@ def open_dataset(name: str, configuration: str | None, split: str) -> datasets.D
     if name in EMBEDDED:
         arguments = {"files": standard_library_files(), "version": sys.version}
         return datasets.Dataset.from_generator(EMBEDDED[name], gen_kwargs=arguments)
-    # The last known suffix counts: a.txt.jsonl.gz is JSON.
-    reader = next((READERS[end] for end in reversed(Path(name).suffixes) if end in READERS), None)
+    known_suffixes = [suffix for suffix in Path(name).suffixes if suffix in READERS]
+    if not known_suffixes:
+        return datasets.load_dataset(name, configuration, split=split)
+    reader = READERS[known_suffixes[-1]]  # the last one counts: a.txt.jsonl.gz is JSON
     files = glob.escape(name) if Path(name).is_file() else name  # a file's name may hold [1]
-    if reader:
-        return datasets.load_dataset(reader, data_files=files, split=split)
-    return datasets.load_dataset(name, configuration, split=split)
-
-
-ROLES = {"human": "user", "gpt": "assistant"}  # as in ShareGPT's columns
-# What a message or a row may hold beside its text, and what no template here would bring out.
-BEYOND_TEXT = """tool_calls function_call tools functions images image audio audios videos video
-    reasoning reasoning_content thinking thought""".split()
-
-
-CONVERSATIONS = ["messages", "conversations", "prompt", "completion", "system", *BEYOND_TEXT]
-
-
-def read_conversation(row: dict[str, Any]) -> tuple[list[dict[str, str]], int]:
-    """Messages (role, content) of a row in any of the known forms, and how many answers to learn.
-
-    Of `messages` or `conversations` every answer is learned, of `prompt` and `completion` those in
-    the completion.
-
-    Raises:
-        ValueError: why the row is left out.
-    """
-    if any(row.get(name) for name in BEYOND_TEXT):
-        raise ValueError("hold tools, thoughts or media beside the text")
-    turns = row.get("messages") or row.get("conversations")
-    answered = [turns] if isinstance(turns, str) else turns or row.get("completion")
-    parts = {"system": row.get("system"), "user": row.get("prompt"), "assistant": answered}
-    messages, part = [], []
-    for role, value in parts.items():
-        value = [{"role": role, "content": value}] if isinstance(value, str) else value
-        part = [read_message(m) for m in value] if isinstance(value, list) else []
-        messages += part
-    answers = sum(message["role"] == "assistant" for message in part)
-    if not answers:
-        raise ValueError("hold no answer")
-    return messages, answers
-
-
-def read_message(message: dict[str, Any]) -> dict[str, str]:
-    """Role and content of a message; ValueError if it is no message, or more than text."""
-    if not isinstance(message, dict):
-        raise ValueError("hold no messages")
-    role, content = message.get("role") or message.get("from"), message.get("content")
-    content = message.get("value") if content is None else content
-    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        if all(part.get("type") == "text" for part in content):
-            content = "".join(str(part.get("text")) for part in content)
-    if any(message.get(name) for name in BEYOND_TEXT) or message.get("weight") == 0:
-        raise ValueError("hold tools, thoughts or media beside the text")
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise ValueError("hold messages without role or text")
-    return {"role": ROLES.get(role, role), "content": content}
+    return datasets.load_dataset(reader, data_files=files, split=split)
 
 
 # --- Rows: tokens on disk -------------------------------------------------------------------------
 
-
-COLUMNS = {"labels": "int32", "digest": "int64", "bytes": "float32", "note": "string"}
-COLUMNS = {name: datasets.Value(kind) for name, kind in COLUMNS.items()}
-COLUMNS["tokens"] = datasets.List(datasets.Value("uint32"))
-COLUMNS["learned"] = datasets.List(datasets.Value("bool"))
+COLUMNS = {
+    "labels": datasets.Value("int32"),
+    "digest": datasets.Value("int64"),
+    "bytes": datasets.Value("float32"),
+    "note": datasets.Value("string"),
+    "tokens": datasets.List(datasets.Value("uint32")),
+    "learned": datasets.List(datasets.Value("bool")),
+}
 
 
 class Rows:
-    """Rows of tokens, memory-mapped from Arrow files; one array entry or list a row.
+    """Rows of tokens, memory-mapped from Arrow files; one array entry a row.
 
-    A row of n + 1 `tokens` reads the first n and predicts the last n, so n is its length, int64.
-    `learned` says of each token whether predicting it counts: always in text, in conversations if
-    the assistant wrote it. `labels` is the number of predictions that count, `digest` a hash of the
-    document that the row is of, `bytes` the row's share of that text's bytes. `note` says why a row
-    is cut, or was left out and has no tokens.
+    A row of n + 1 tokens reads the first n and predicts the last n, so n is its length. `learned`
+    says of each token whether predicting it counts: always in text, in conversations if the
+    assistant wrote it.
+
+    Args:
+        table: an Arrow table of COLUMNS.
+        chosen: int64, which rows of the table these are; all of them if None.
+
+    Attributes:
+        lengths: int64 [rows].
+        num_labels: [rows], the predictions that count.
+        digest: [rows], a hash of the document that the row is of.
+        num_bytes: [rows], the row's share of that text's bytes.
+        notes: why rows of the table were cut, or left out with no tokens -> how many.
     """
 
-    def __init__(self, table: Any):
-        self.tokens, self.learned = table["tokens"], table["learned"]
-        notes = table["note"].value_counts().to_pylist()
-        self.notes = {note["values"]: note["counts"] for note in notes}
-        self.lengths = pc.list_value_length(self.tokens).to_numpy().astype(np.int64) - 1
-        numbers = (table[name].to_numpy() for name in ("labels", "digest", "bytes"))
-        self.labels, self.digest, self.bytes = numbers
+    def __init__(self, table: Any, chosen: np.ndarray | None = None):
+        self.table = table
+        self.chosen = np.arange(len(table)) if chosen is None else chosen
+        lengths = pc.list_value_length(table["tokens"]).to_numpy() - 1
+        self.lengths = lengths[self.chosen].astype(np.int64)
+        self.num_labels = table["labels"].to_numpy()[self.chosen]
+        self.digest = table["digest"].to_numpy()[self.chosen]
+        self.num_bytes = table["bytes"].to_numpy()[self.chosen]
+        counted = table["note"].value_counts().to_pylist()
+        self.notes = {each["values"]: each["counts"] for each in counted}
 
     def read(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and learned, [length + 1]: views of the mapped file."""
-        parts = (self.tokens[row], self.learned[row])
-        return tuple(part.values.to_numpy(zero_copy_only=False) for part in parts)
+        """Tokens (uint32) and learned (bool), [length + 1]: views of the mapped file."""
+        index = int(self.chosen[row])
+        tokens = self.table["tokens"][index].values.to_numpy(zero_copy_only=False)
+        learned = self.table["learned"][index].values.to_numpy(zero_copy_only=False)
+        return tokens, learned
 
-    def split(self) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of the rows for training and for validation, of those that have labels.
+    def split(self) -> tuple["Rows", "Rows"]:
+        """The rows for training and those for validation, of all that have labels.
 
         Validation gets the 2 % of the documents with the smallest hashes (1 to 5,000). So the split
         is the same in every run, and equal documents and pieces of one land on the same side.
         """
-        usable = np.flatnonzero(self.labels)
+        usable = np.flatnonzero(self.num_labels)
         documents = np.unique(self.digest[usable])
         if len(documents) < 2:
-            notes = ", ".join(f"{number} are {note}" for note, number in self.notes.items() if note)
+            notes = ", ".join(f"{count} are {note}" for note, count in self.notes.items() if note)
             refuse(f"--dataset: fewer than two documents hold anything to learn; {notes}")
         held_out = documents[min(max(1, len(documents) // 50), 5000) - 1]
         validation = self.digest[usable] <= held_out
-        return usable[~validation], usable[validation]
+        training_rows = self.chosen[usable[~validation]]
+        return Rows(self.table, training_rows), Rows(self.table, self.chosen[usable[validation]])
+
+    def labels_per_byte(self, rows: np.ndarray) -> float | None:
+        """Labels of these rows per byte of their text, None for conversations."""
+        num_bytes = self.num_bytes[rows].sum(dtype=np.float64)
+        return self.num_labels[rows].sum() / num_bytes if num_bytes else None
+
+    def prompt(self) -> np.ndarray:
+        """The first tokens of the first row, or those up to the assistant's turn."""
+        tokens, learned = self.read(0)
+        answer = int(learned[1:].argmax()) + 1  # 1 in text
+        return tokens[:answer] if answer > 1 else tokens[:64]
 
 
 def prepare_in_turn() -> filelock.FileLock:
@@ -411,9 +435,14 @@ def prepare_in_turn() -> filelock.FileLock:
 
 
 def load_rows(
-    dataset: str, configuration: str | None, split: str, columns: list[str], function: Callable,
-    tokenizer: Tokenizer, max_length: int,
-) -> Rows:  # fmt: skip
+    dataset: str,
+    configuration: str | None,
+    split: str,
+    columns: list[str],
+    function: Callable,
+    tokenizer: Tokenizer,
+    max_length: int,
+) -> Rows:
     """Map `--dataset` to rows of at most `max_length`, in several processes, once for all runs.
 
     Args:
@@ -422,37 +451,53 @@ def load_rows(
     """
     with prepare_in_turn(), refusing(f"--dataset {dataset} cannot be read"):
         corpus = open_dataset(dataset, configuration, split)
-        there = corpus.column_names
-        if not set(columns[:4]) & set(there):
-            refuse(f"--dataset {dataset} has no column {' or '.join(columns[:4])}, only {there}")
-        # The key of the cache. Hashing the function would give a new one where it cannot be hashed.
-        key = [corpus._fingerprint, inspect.getsource(function), columns, max_length]
-        key += [tokenizer.special_tokens_map, tokenizer.chat_template]
-        corpus = corpus.select_columns([column for column in columns if column in there])
+        present = [column for column in columns if column in corpus.column_names]
+        if not set(columns[:4]) & set(present):
+            wanted = " or ".join(columns[:4])
+            refuse(f"--dataset {dataset} has no column {wanted}, only {corpus.column_names}")
+        corpus = corpus.select_columns(present)
+        # The key of the cache. datasets would hash the function, and give a new key to one that it
+        # cannot hash.
+        key = fingerprint(
+            corpus._fingerprint,
+            inspect.getsource(function),
+            columns,
+            max_length,
+            tokenizer.special_tokens_map,
+            tokenizer.chat_template,
+            tokenizer.backend_tokenizer.to_str(),
+        )
         processes = min(os.cpu_count(), len(corpus) // 1000)
         mapped = corpus.map(
-            make_rows, batched=True, remove_columns=corpus.column_names,
+            make_rows,
+            batched=True,
+            remove_columns=corpus.column_names,
             features=datasets.Features(COLUMNS),
             fn_kwargs={"function": function, "tokenizer": tokenizer, "max_length": max_length},
-            new_fingerprint=fingerprint(*key, tokenizer.backend_tokenizer.to_str()),
+            new_fingerprint=key,
             num_proc=processes if processes > 1 else None,
-        )  # fmt: skip
+        )
     return Rows(mapped.data.table)
 
 
 def make_rows(batch: dict, function: Callable, tokenizer: Tokenizer, max_length: int) -> dict:
     """The rows of a batch of documents, lists for COLUMNS; a document may be left out, with why."""
-    rows: list[tuple] = []
+    rows: dict[str, list] = {name: [] for name in COLUMNS}
     for values in zip(*batch.values()):
         digest = int(fingerprint(*values)[:16], 16) >> 1  # 63 bits
         try:
-            made = [*function(dict(zip(batch, values)), tokenizer, max_length)]
+            made = list(function(dict(zip(batch, values)), tokenizer, max_length))
         except (ValueError, jinja2.TemplateError) as problem:
-            nothing = np.zeros(0, np.uint32), np.zeros(0, bool)
-            made = [(*nothing, 0.0, f"left out, as they {problem}")]
-        for tokens, learned, size, note in made:
-            rows.append((int(learned[1:].sum()), digest, size, note, tokens, learned))
-    return dict(zip(COLUMNS, map(list, zip(*rows))))
+            no_tokens, no_learned = np.zeros(0, np.uint32), np.zeros(0, bool)
+            made = [(no_tokens, no_learned, 0.0, f"left out, as they {problem}")]
+        for tokens, learned, num_bytes, note in made:
+            rows["labels"].append(int(learned[1:].sum()))
+            rows["digest"].append(digest)
+            rows["bytes"].append(num_bytes)
+            rows["note"].append(note)
+            rows["tokens"].append(tokens)
+            rows["learned"].append(learned)
+    return rows
 
 
 def text_rows(document: dict[str, str], tokenizer: Tokenizer, max_length: int) -> Iterator[tuple]:
@@ -464,73 +509,81 @@ def text_rows(document: dict[str, str], tokenizer: Tokenizer, max_length: int) -
     if not isinstance(text, str) or not text:
         raise ValueError("hold no text")
     ids = np.append(encode_text(text, tokenizer), np.uint32(tokenizer.eos_token_id))
-    for start in range(0, len(ids) - 1, max_length):
+    predictions = len(ids) - 1
+    for start in range(0, predictions, max_length):
         tokens = ids[start : start + max_length + 1]
-        share = (len(tokens) - 1) / (len(ids) - 1)
-        yield tokens, np.ones(len(tokens), bool), len(text.encode()) * share, ""
+        num_bytes = len(text.encode()) * ((len(tokens) - 1) / predictions)
+        yield tokens, np.ones(len(tokens), bool), num_bytes, ""
 
 
 # --- Batch plan: which rows form micro-batch k of an epoch ----------------------------------------
 
 
-def windows(length: np.ndarray, budget: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+def windows(lengths: np.ndarray, budget: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
     """Shuffled rows in windows of about 256 micro-batches, each sorted: the longest row first.
 
     Neighbours are alike in length then, and which rows are neighbours changes from epoch to epoch.
     """
-    order = rng.permutation(len(length))
-    shortness = (length.max() - length).astype(np.min_scalar_type(length.max()))
-    window = math.ceil(256 * budget / length.mean())  # rows
-    for begin in range(0, len(order), window):
-        inside = order[begin : begin + window]
-        yield inside[np.argsort(shortness[inside], kind="stable")]  # a radix sort up to 16 bits
+    order = rng.permutation(len(lengths))
+    rows_per_window = math.ceil(256 * budget / lengths.mean())
+    for begin in range(0, len(order), rows_per_window):
+        window = order[begin : begin + rows_per_window]
+        yield window[np.argsort(-lengths[window], kind="stable")]
 
 
-def bucket(rows: np.ndarray, length: np.ndarray, budget: int) -> Iterator[np.ndarray]:
+def bucket(rows: np.ndarray, lengths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
     """Cut sorted rows into micro-batches: rows x longest row <= budget, in token positions."""
     start = 0
-    while start < len(rows):  # the first row is the longest, and tells how many fit
-        stop = start + budget // int(length[rows[start]])
+    while start < len(rows):
+        longest = int(lengths[rows[start]])  # the first one
+        if longest > budget:
+            raise ValueError(f"a row of {longest} positions exceeds a micro-batch of {budget}")
+        stop = start + budget // longest
         yield rows[start:stop]
         start = stop
 
 
-def pack(rows: np.ndarray, length: np.ndarray, budget: int) -> Iterator[np.ndarray]:
+def pack(rows: np.ndarray, lengths: np.ndarray, budget: int) -> Iterator[np.ndarray]:
     """Best-fit-decreasing packing (arXiv 2404.10830) of sorted rows, whole documents, into one row.
 
     The longest first, each into the fullest micro-batch that still takes it.
     """
     packed: list[list[int]] = []
-    spaces: list[tuple[int, int]] = []  # free positions of a micro-batch and its number, sorted
-    for row, size in zip(rows.tolist(), length[rows].tolist()):
-        fullest = bisect.bisect_left(spaces, (size, 0))
-        if fullest == len(spaces):
+    spaces: list[tuple[int, int]] = []  # free positions of a micro-batch and its index, sorted
+    for row, length in zip(rows.tolist(), lengths[rows].tolist()):
+        if length > budget:
+            raise ValueError(f"a row of {length} positions exceeds a micro-batch of {budget}")
+        fullest = bisect.bisect_left(spaces, (length, 0))
+        if fullest == len(spaces):  # it fits nowhere: begin a micro-batch
             spaces.append((budget, len(packed)))
             packed.append([])
-        space, number = spaces.pop(fullest)
-        packed[number].append(row)
-        bisect.insort(spaces, (space - size, number))
+        space, index = spaces.pop(fullest)
+        packed[index].append(row)
+        bisect.insort(spaces, (space - length, index))
     yield from map(np.array, packed)
 
 
 def plan_epoch(
-    length: np.ndarray, batching: str, budget: int, multiple: int, seed: int, epoch: int
+    lengths: np.ndarray, batching: str, budget: int, multiple: int, seed: int, epoch: int
 ) -> list[np.ndarray]:
-    """The micro-batches of an epoch: for each the indices into `length` of its rows.
+    """The micro-batches of an epoch: for each the indices into `lengths` of its rows.
 
     Micro-batches of all lengths are shuffled together: one length after the other would be an
     accidental curriculum.
 
     Args:
-        length: int64 [rows], each at most `budget`, the token positions of a micro-batch.
+        lengths: int64 [rows], each at most `budget`, the token positions of a micro-batch.
         batching: `bucketed` (`bucket`; rows are padded to a multiple of `multiple`) or `packed`.
     """
-    rng, fill = np.random.default_rng([seed, epoch]), pack if batching == "packed" else bucket
-    width = length if batching == "packed" else -(-length // multiple) * multiple
-    plan: list[np.ndarray] = []
-    for rows in windows(width, budget, rng):
-        plan += fill(rows, width, budget)
-    return [plan[i] for i in rng.permutation(len(plan))]
+    rng = np.random.default_rng([seed, epoch])
+    fill = pack
+    if batching == "bucketed":
+        fill = bucket
+        lengths = -(-lengths // multiple) * multiple  # rounded up
+    micro_batches: list[np.ndarray] = []
+    for rows in windows(lengths, budget, rng):
+        micro_batches += fill(rows, lengths, budget)
+    return [micro_batches[i] for i in rng.permutation(len(micro_batches))]
 
 
 # --- Batches: plan -> tensors ---------------------------------------------------------------------
@@ -538,16 +591,20 @@ def plan_epoch(
 
 @dataclass
 class GlobalBatch:
-    """What one optimizer step trains on: this rank's micro-batches, the numbers of all ranks.
+    """What one optimizer step trains on: this rank's micro-batches, and counts over all ranks.
 
-    Each micro-batch is a dict of model arguments. The loss is divided by `labels`; `tokens` are
-    read, `attended` is the sum of their rows' squared lengths, for the FLOPs of attention.
+    Args:
+        micro_batches: each a dict of model arguments, see `Batches.collate`.
+        num_labels: tokens to predict, by which the summed loss is divided.
+        num_tokens: tokens that are read.
+        squared_lengths: sum over rows of length squared, for the FLOPs of attention.
+        padding_fraction: of all positions.
     """
 
     micro_batches: list[dict[str, Any]]
-    labels: int
-    tokens: int
-    attended: int
+    num_labels: int
+    num_tokens: int
+    squared_lengths: int
     padding_fraction: float
 
 
@@ -559,198 +616,322 @@ class Batches:
     how many ranks share it.
 
     Args:
-        chosen: numbers of the rows, as `Rows.split` returns them.
-        padding: token id of padding, for the shape only: it has no label and no token sees it.
+        lengths: int64 [rows], at most `max_length`.
+        num_labels: [rows], how many tokens of a row are to be predicted.
+        read: index of a row -> its tokens and which of them are learned, [length + 1].
+        padding_id: token id of padding, for the shape only: it has no label and no token sees it.
     """
 
     def __init__(
-        self, rows: Rows, batching: str, max_length: int, micro_batch_tokens: int,
-        pad_to_multiple_of: int, padding: int, seed: int, chosen: np.ndarray,
-    ):  # fmt: skip
-        self.rows, self.chosen, self.max_length, self.padding = rows, chosen, max_length, padding
-        self.micro_batch_tokens, self.multiple = micro_batch_tokens, pad_to_multiple_of
-        self.packed, self.ends = batching == "packed", [0]  # of the epochs so far, in micro-batches
-        settings = batching, micro_batch_tokens, pad_to_multiple_of, seed
-        plan = functools.partial(plan_epoch, rows.lengths[chosen], *settings)
+        self,
+        lengths: np.ndarray,
+        num_labels: np.ndarray,
+        read: Callable[[int], tuple[np.ndarray, np.ndarray]],
+        *,
+        batching: str,
+        max_length: int,
+        micro_batch_tokens: int,
+        pad_to_multiple_of: int,
+        padding_id: int,
+        seed: int,
+    ):
+        self.lengths = lengths
+        self.num_labels = num_labels
+        self.read = read
+        self.packed = batching == "packed"
+        self.max_length = max_length
+        self.micro_batch_tokens = micro_batch_tokens
+        self.multiple = pad_to_multiple_of
+        self.padding_id = padding_id
+        plan = functools.partial(
+            plan_epoch, lengths, batching, micro_batch_tokens, pad_to_multiple_of, seed
+        )
         self.plan = functools.lru_cache(maxsize=2)(plan)
+        self.epoch_ends = [0]  # position in the stream after each of the epochs so far
         self.most_rows = max(map(len, self.plan(0)))
 
-    def micro_batch(self, number: int) -> np.ndarray:
-        """The rows of micro-batch `number` of the stream."""
-        while number >= self.ends[-1]:
-            self.ends.append(self.ends[-1] + len(self.plan(len(self.ends) - 1)))
-        epoch = bisect.bisect(self.ends, number) - 1
-        return self.chosen[self.plan(epoch)[number - self.ends[epoch]]]
+    def micro_batch(self, index: int) -> np.ndarray:
+        """The rows of a micro-batch of the stream."""
+        while index >= self.epoch_ends[-1]:
+            next_epoch = self.plan(len(self.epoch_ends) - 1)
+            self.epoch_ends.append(self.epoch_ends[-1] + len(next_epoch))
+        epoch = bisect.bisect(self.epoch_ends, index) - 1
+        return self.plan(epoch)[index - self.epoch_ends[epoch]]
 
     def shape(self, rows: np.ndarray) -> tuple[int, int]:
         """Rows and row length of a micro-batch, padding included."""
         if self.packed:
             return 1, self.micro_batch_tokens
-        width = math.ceil(self.rows.lengths[rows].max() / self.multiple) * self.multiple
-        # With few widths, for compiled blocks, each has one shape: empty rows fill the last
-        # micro-batch of a window.
-        return len(rows) if self.multiple == 1 else self.micro_batch_tokens // width, width
+        length = math.ceil(self.lengths[rows].max() / self.multiple) * self.multiple
+        if self.multiple == 1:
+            return len(rows), length
+        # Compiled blocks want few shapes, so each length has one number of rows: empty ones fill
+        # the last micro-batch of a window.
+        return self.micro_batch_tokens // length, length
 
     def collate(self, rows: np.ndarray) -> dict[str, Any]:
-        """Model arguments: `input_ids` and `labels`, int64 [rows, length], padded on the right.
+        """The arguments of a model for a micro-batch of these rows.
 
-        Labels are shifted already: labels[r, i] is the token after input_ids[r, i]. Right padding
-        needs no attention mask, for no real token sees what comes after it. A packed row also has
-        `position_ids` and its document boundaries, as transformers' flash attention takes them.
+        Right padding needs no attention mask, for no real token sees what comes after it.
+
+        Returns:
+            input_ids: int64 [rows, length], padded on the right.
+            labels: int64 [rows, length], shifted already: labels[r, i] is the token after
+                input_ids[r, i], or -100 where that is not learned.
+
+            A packed micro-batch, [1, micro_batch_tokens], also has
+            position_ids: int64 [1, length], from 0 in each document.
+            cu_seq_lens_q, cu_seq_lens_k: int32 [documents + 1], where documents begin and end.
+            max_length_q, max_length_k: int, the most tokens that a document can have.
         """
         height, width = self.shape(rows)
-        inputs, labels = np.full((height, width), self.padding), np.full((height, width), IGNORED)
-        column, boundaries = 0, [0]
-        for number, row in enumerate(rows.tolist()):
-            tokens, learned = self.rows.read(row)
-            place = (0 if self.packed else number, slice(column, column + len(tokens) - 1))
-            inputs[place] = tokens[:-1]
-            labels[place] = np.where(learned[1:], tokens[1:].astype(np.int64), IGNORED)
-            if self.packed:
-                column += len(tokens) - 1
-                boundaries.append(column)
-        arguments = {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+        inputs = np.full((height, width), self.padding_id)
+        labels = np.full((height, width), IGNORED)
+        boundaries = [0]
+        for i, row in enumerate(rows.tolist()):
+            tokens, learned = self.read(row)
+            line, begin = (0, boundaries[-1]) if self.packed else (i, 0)
+            end = begin + len(tokens) - 1
+            inputs[line, begin:end] = tokens[:-1]
+            labels[line, begin:end] = np.where(learned[1:], tokens[1:].astype(np.int64), IGNORED)
+            boundaries.append(end)
+        arguments: dict[str, Any] = {
+            "input_ids": torch.from_numpy(inputs),
+            "labels": torch.from_numpy(labels),
+        }
         if self.packed:
-            # The padding makes documents of its own, and empty ones fill up the boundaries: the
-            # same number for every row, so that compiled blocks see one shape.
-            boundaries += [*range(column + self.max_length, width, self.max_length), width]
-            number = self.most_rows + 2 + width // self.max_length
-            boundaries += [width] * (number - len(boundaries))
-            starts = np.repeat(boundaries[:-1], np.diff(boundaries))
-            limits = torch.tensor(boundaries, dtype=torch.int32)
-            arguments["position_ids"] = torch.from_numpy(np.arange(width) - starts)[None]
-            arguments |= {"cu_seq_lens_q": limits, "cu_seq_lens_k": limits}
-            arguments |= {"max_length_q": self.max_length, "max_length_k": self.max_length}
+            arguments |= self.document_arguments(boundaries, width)
         return arguments
 
-    def global_batch(self, step: int, number: int, share: int, shares: int) -> GlobalBatch:
-        """Step `step`, from 0, of `number` micro-batches; every shares-th is this rank's."""
-        chosen = [self.micro_batch(k) for k in range(step * number, (step + 1) * number)]
-        length = self.rows.lengths[np.concatenate(chosen)]
+    def document_arguments(self, boundaries: list[int], width: int) -> dict[str, Any]:
+        """What tells attention where the documents of a packed row are, see `collate`."""
+        # The padding makes documents of its own. Empty ones at the end have every micro-batch end
+        # up with the same number of boundaries, so that compiled blocks see one shape.
+        padding = range(boundaries[-1] + self.max_length, width, self.max_length)
+        boundaries = [*boundaries, *padding, width]
+        most_boundaries = self.most_rows + 2 + width // self.max_length
+        boundaries += [width] * (most_boundaries - len(boundaries))
+        starts = np.repeat(boundaries[:-1], np.diff(boundaries))
+        limits = torch.tensor(boundaries, dtype=torch.int32)
+        return {
+            "position_ids": torch.from_numpy(np.arange(width) - starts)[None],
+            "cu_seq_lens_q": limits,
+            "cu_seq_lens_k": limits,
+            "max_length_q": self.max_length,
+            "max_length_k": self.max_length,
+        }
+
+    def global_batch(
+        self,
+        step: int,
+        micro_batches_per_step: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+    ) -> GlobalBatch:
+        """Step `step`, counted from 0: the micro-batches of one rank, the counts of all."""
+        first = step * micro_batches_per_step
+        chosen = [self.micro_batch(first + i) for i in range(micro_batches_per_step)]
+        lengths = self.lengths[np.concatenate(chosen)]
         positions = sum(math.prod(self.shape(rows)) for rows in chosen)
         return GlobalBatch(
-            [self.collate(rows) for rows in chosen[share::shares]],
-            labels=int(self.rows.labels[np.concatenate(chosen)].sum()), tokens=int(length.sum()),
-            attended=int((length**2).sum()), padding_fraction=1 - int(length.sum()) / positions,
-        )  # fmt: skip
+            [self.collate(rows) for rows in chosen[data_parallel_rank::data_parallel_size]],
+            num_labels=int(self.num_labels[np.concatenate(chosen)].sum()),
+            num_tokens=int(lengths.sum()),
+            squared_lengths=int((lengths**2).sum()),
+            padding_fraction=1 - int(lengths.sum()) / positions,
+        )
 
-    def stream(
-        self, first: int, last: int, number: int, share: int, shares: int
-    ) -> Iterator[GlobalBatch]:
-        """The global batches of the steps [first, last); a thread makes the next one meanwhile."""
+    def stream(self, first_step: int, last_step: int, *part: int) -> Iterator[GlobalBatch]:
+        """The global batches of the steps [first_step, last_step).
+
+        A thread makes the next one while the model trains on one. `part` are the other arguments
+        of `global_batch`.
+        """
         with ThreadPoolExecutor(1) as thread:
-            made = thread.submit(self.global_batch, first, number, share, shares)
-            for step in range(first, last):
+            made = thread.submit(self.global_batch, first_step, *part)
+            for step in range(first_step, last_step):
                 batch = made.result()
-                made = thread.submit(self.global_batch, step + 1, number, share, shares)
+                made = thread.submit(self.global_batch, step + 1, *part)
                 yield batch
 
-    def evaluation(self, number: int, share: int, shares: int) -> Iterator[dict[str, Any]]:
-        """This rank's part of the first `number` micro-batches of the stream (one epoch at most).
+    def evaluation_size(self, num_micro_batches: int) -> int:
+        """Of how many micro-batches a validation is: those asked for, one epoch at most."""
+        return min(num_micro_batches, len(self.plan(0)))
+
+    def evaluation(
+        self, num_micro_batches: int, data_parallel_rank: int, data_parallel_size: int
+    ) -> Iterator[dict[str, Any]]:
+        """This rank's part of the first micro-batches of the stream.
 
         All ranks get equally many, since a forward pass is a collective under FSDP: where they do
         not divide, a rank repeats the last one without labels.
         """
-        number = min(number, len(self.plan(0)))
-        for k in range(share, math.ceil(number / shares) * shares, shares):
-            batch = self.collate(self.micro_batch(min(k, number - 1)))
-            if k >= number:
+        size = self.evaluation_size(num_micro_batches)
+        rounds = math.ceil(size / data_parallel_size)
+        for k in range(data_parallel_rank, rounds * data_parallel_size, data_parallel_size):
+            batch = self.collate(self.micro_batch(min(k, size - 1)))
+            if k >= size:
                 batch["labels"] = torch.full_like(batch["labels"], IGNORED)
             yield batch
 
-    def bits_per_byte(self, loss: float, number: int) -> float | None:
-        """Nats per label over `evaluation(number)` -> bits per byte of the text behind it."""
-        number = min(number, len(self.plan(0)))
-        rows = np.concatenate([self.micro_batch(k) for k in range(number)])
-        nbytes = self.rows.bytes[rows].sum(dtype=np.float64)
-        return loss / math.log(2) * self.rows.labels[rows].sum() / nbytes if nbytes else None
-
-    def prompt(self) -> np.ndarray:
-        """The first tokens of some row, or those up to the assistant's turn, to be continued."""
-        tokens, learned = self.rows.read(int(self.chosen[0]))
-        first = int(learned[1:].argmax())  # 0 in text
-        return tokens[: first + 1 if first else 64]
+    def evaluation_rows(self, num_micro_batches: int) -> np.ndarray:
+        """The rows that `evaluation` reads on all ranks together."""
+        size = self.evaluation_size(num_micro_batches)
+        return np.concatenate([self.micro_batch(k) for k in range(size)])
 
 
 def to_device(micro_batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """A copy whose tensors are on the device."""
-    return {k: v.to(device) if torch.is_tensor(v) else v for k, v in micro_batch.items()}
+    return {
+        name: value.to(device) if torch.is_tensor(value) else value
+        for name, value in micro_batch.items()
+    }
 
 
 # --- Attention within documents -------------------------------------------------------------------
 
 
 def document_attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: None, cu_seq_lens_q: torch.Tensor | None = None, max_length_q: int = 0,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int = 0,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
-    """Causal attention that stays within each document, without a mask: for `AttentionInterface`.
+) -> tuple[torch.Tensor, None]:
+    """`causal_attention` in the form of transformers' `AttentionInterface`.
+
+    Raises:
+        ValueError: the model asks for something that this attention does not apply.
+    """
+    longest = query.shape[2] if cu_seq_lens_q is None else max_length_q
+    unknown = {
+        "an attention mask": attention_mask is not None,
+        "attention sinks": kwargs.get("s_aux") is not None,
+        "a softcap": kwargs.get("softcap") is not None,
+        "bidirectional attention": kwargs.get("is_causal") is False,
+        "a sliding window": (kwargs.get("sliding_window") or longest) < longest,
+    }
+    for setting, asked in unknown.items():
+        if asked:
+            raise ValueError(f"{type(module).__name__} wants {setting}: not supported here")
+    output = causal_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout)
+    return output, None
+
+
+def causal_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: torch.Tensor | None,
+    max_document_length: int,
+    scale: float | None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Causal attention that stays within each document, without a mask.
 
     Args:
         query: [rows, heads, length, head size]; key and value may have fewer heads.
-        cu_seq_lens_q: int32 [documents + 1], the boundaries in a packed row; None if every row is
-            one document, padded on the right.
-        max_length_q: length of the longest document of a packed row.
+        boundaries: int32 [documents + 1], where the documents of a single packed row begin and end;
+            None if every row is one document, padded on the right.
+        max_document_length: of a packed row.
+        scale: of the products of queries and keys; None for 1 / sqrt(head size).
 
     Returns:
-        [rows, length, heads, head size] and None, as transformers wants it.
+        [rows, length, heads, head size]
     """
-    if cu_seq_lens_q is None:
-        return sdpa_attention_forward(module, query, key, value, None, **kwargs)
+    groups = query.shape[1] // key.shape[1]
+    if boundaries is None:
+        options = {"is_causal": True, "scale": scale, "dropout_p": dropout}
+        output = scaled_dot_product_attention(query, key, value, enable_gqa=groups > 1, **options)
+        return output.transpose(1, 2).contiguous()
+    if len(query) > 1 or dropout:
+        raise ValueError("packed attention is of one row, and has no dropout (--batching bucketed)")
     if torch.is_autocast_enabled(query.device.type):  # rotary embedding returns fp32 under it
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    groups, scale = query.shape[1] // key.shape[1], kwargs.get("scaling")
-    key, value = repeat_kv(key, groups), repeat_kv(value, groups)
-    if query.is_cuda and query.dtype != torch.float32:  # what the variable-length kernel takes
-        flat = [x[0].transpose(0, 1) for x in (query, key, value)]  # [tokens, heads, head size]
-        limits = (cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q)
-        return varlen_attn(*flat, *limits, scale=scale, window_size=(-1, 0))[None], None
-    return attention_document_by_document(query, key, value, cu_seq_lens_q, scale), None
+    key = repeat_kv(key, groups)
+    value = repeat_kv(value, groups)
+    if not query.is_cuda or query.dtype == torch.float32:  # no variable-length kernel takes it
+        return attention_document_by_document(query, key, value, boundaries, scale)
+    output = varlen_attn(
+        query[0].transpose(0, 1),  # [tokens, heads, head size]
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        boundaries,
+        boundaries,
+        max_document_length,
+        max_document_length,
+        scale=scale,
+        window_size=(-1, 0),  # all tokens before, none after
+    )
+    return output[None]
 
 
 @torch.compiler.disable  # every row has other lengths
 def attention_document_by_document(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, limits: torch.Tensor, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: torch.Tensor,
+    scale: float | None,
 ) -> torch.Tensor:
     """Without a variable-length kernel, faster than one attention with a block-diagonal mask."""
-    lengths = limits.diff().tolist()
-    attend = torch.nn.functional.scaled_dot_product_attention
-    documents = zip(*(x.split(lengths, dim=2) for x in (query, key, value)))
-    attend = functools.partial(attend, is_causal=True, scale=scale)
-    outputs = [attend(*document) for document in documents if document[0].shape[2]]
+    lengths = boundaries.diff().tolist()
+    documents = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
+    outputs = [
+        scaled_dot_product_attention(*document, is_causal=True, scale=scale)
+        for document in documents
+        if document[0].shape[2]
+    ]
     return torch.cat(outputs, dim=2).transpose(1, 2)
 
 
 # --- Architecture and weights in Hugging Face form ------------------------------------------------
 
-UNKNOWN_SETTINGS = """final_logit_softcapping attn_logit_softcapping logit_scale logits_scaling
-    output_router_logits""".split()  # the loss of these scripts has none of them
+# The loss of the scripts has none of these.
+UNKNOWN_SETTINGS = [
+    "final_logit_softcapping",
+    "attn_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "output_router_logits",
+]
+LENGTH_LIMITS = [
+    "max_position_embeddings",
+    # LongRoPE's: past it, a token's rotation depends on its neighbours in the row.
+    "original_max_position_embeddings",
+    "attention_chunk_size",
+    "sliding_window",
+]
 
 
-def read_architecture(name: str, vocabulary: int, max_length: int) -> Shape:
+def read_model_config(name: str, vocabulary_size: int, max_length: int) -> ModelConfig:
     """The config.json that `--model` names (code from the hub is never run).
 
     Refuses a model that would not train on this data as it is meant to.
     """
     with refusing(f"model {name} is neither tiny, qwen2-0.5b nor has a config.json to go by"):
-        shape = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-    kind = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(shape), None)
-    odd = set(getattr(shape, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if not getattr(kind, "_supports_attention_backend", False) or odd:
+        model_config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
+    layers = set(getattr(model_config, "layer_types", None) or [])
+    known_layers = layers <= {"full_attention", "sliding_attention"}
+    if not getattr(model_class, "_supports_attention_backend", False) or not known_layers:
         refuse(f"--model {name}: its attention cannot be kept within documents")
     for setting in UNKNOWN_SETTINGS:
-        if getattr(shape, setting, None) not in (None, 1, False):
+        if getattr(model_config, setting, None) not in (None, 1, False):
             refuse(f"--model {name}: its {setting} is not supported")
-    if vocabulary > shape.vocab_size:
-        refuse(f"--tokenizer has {vocabulary} ids, --model {name} only {shape.vocab_size}")
-    # The second is LongRoPE's: past it, a token's rotation depends on its neighbours in the row.
-    limits = ["max_position_embeddings", "original_max_position_embeddings"]
-    limits += ["attention_chunk_size", "sliding_window"]
-    if exceeded := [x for x in limits if max_length > (getattr(shape, x, None) or math.inf)]:
-        refuse(f"--max_length {max_length} exceeds {exceeded[0]} of --model {name}")
-    return shape
+    if vocabulary_size > model_config.vocab_size:
+        ids = f"--tokenizer has {vocabulary_size} ids"
+        refuse(f"{ids}, --model {name} only {model_config.vocab_size}")
+    for limit in LENGTH_LIMITS:
+        if max_length > (getattr(model_config, limit, None) or math.inf):
+            refuse(f"--max_length {max_length} exceeds {limit} of --model {name}")
+    return model_config
 
 
 def fetch_weights(name: str) -> str:
@@ -760,7 +941,7 @@ def fetch_weights(name: str) -> str:
         files = ["*.json", "*.safetensors"]
         with prepare_in_turn(), refusing(f"--init_from {name} is neither here nor on the hub"):
             directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
-    if not (directory / "config.json").exists() or not [*directory.glob("*.safetensors")]:
+    if not (directory / "config.json").exists() or not list(directory.glob("*.safetensors")):
         refuse(f"--init_from {name}: no config.json and *.safetensors in it, nor in its hf/")
     return str(directory)
 
@@ -770,48 +951,21 @@ def load_weights(model: torch.nn.Module, directory: str) -> None:
 
     Every rank reads just the slices that it keeps, cast on the way: none holds a second copy.
     """
-    state, inner = get_model_state_dict(model), getattr(model, "module", model)
-    tied = inner._tied_weights_keys if inner.config.tie_word_embeddings else {}  # head: embedding
-    wanted = {name: tensor for name, tensor in state.items() if name not in tied}
+    state_dict = get_model_state_dict(model)
+    inner = getattr(model, "module", model)
+    # The head's name -> the embedding's, which alone is in the files.
+    tied = inner._tied_weights_keys if inner.config.tie_word_embeddings else {}
+    wanted = {name: tensor for name, tensor in state_dict.items() if name not in tied}
     reader = HuggingFaceStorageReader(directory)
-    if more := reader.read_metadata().state_dict_metadata.keys() - state.keys():
-        refuse(f"--init_from {directory}: its files also hold {min(more)} ({len(more)} too many)")
+    unknown = reader.read_metadata().state_dict_metadata.keys() - state_dict.keys()
+    if unknown:
+        also = f"{min(unknown)} ({len(unknown)} too many)"
+        refuse(f"--init_from {directory}: its files also hold {also}")
     with refusing(f"--init_from {directory}"):  # names what is missing or of another shape
         dcp.load(wanted, storage_reader=reader)
-    set_model_state_dict(model, wanted | {head: wanted[own] for head, own in tied.items()})
-
-
-def grow_vocabulary(directory: str, known: int, vocabulary: int) -> str:
-    """The same model with new embeddings for the ids from `known` to `vocabulary`.
-
-    One rank of a node makes it, in Hugging Face form beside the cached data; all read it then. New
-    rows are drawn from a normal distribution with the mean and covariance of the known ones: a new
-    token starts as likely as some other one, where zeros or fresh noise would shift the whole
-    softmax (Hewitt 2021, Initializing New Word Embeddings for Pretrained Language Models;
-    transformers scales the covariance by 1e-9, which leaves all new rows alike).
-    """
-    if vocabulary == known:
-        return directory
-    stamps = [file.stat().st_mtime_ns for file in sorted(Path(directory).glob("*.safetensors"))]
-    key = fingerprint(str(Path(directory).resolve()), stamps, known, vocabulary)
-    grown = Path(datasets.config.HF_DATASETS_CACHE) / f"grown-{key}"
-    chance = torch.Generator().manual_seed(0)
-    with prepare_in_turn():
-        if grown.exists():
-            return str(grown)
-        model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        if known > model.config.vocab_size:
-            refuse(f"--tokenizer has {known} ids, {directory} only {model.config.vocab_size}")
-        rows = max(model.config.vocab_size, math.ceil(vocabulary / 64) * 64)
-        model.resize_token_embeddings(rows, mean_resizing=False)
-        for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
-            weight = embeddings.weight.data  # [rows, width]; one and the same where they are tied
-            mean, noise = weight[:known].mean(0), torch.randn(rows - known, known, generator=chance)
-            weight[known:] = mean + noise @ (weight[:known] - mean) / known**0.5
-        temporary = grown.with_suffix(".tmp")
-        model.save_pretrained(temporary)
-        temporary.rename(grown)
-    return str(grown)
+    for head, embedding in tied.items():
+        wanted[head] = wanted[embedding]
+    set_model_state_dict(model, wanted)
 
 
 def export(checkpoint: Path, directory: Path) -> None:
@@ -820,15 +974,15 @@ def export(checkpoint: Path, directory: Path) -> None:
     The directory is complete, or not there at all.
     """
     with torch.device("meta"):
-        shape = transformers.AutoConfig.from_pretrained(checkpoint / "hf")
-        model = transformers.AutoModelForCausalLM.from_config(shape, dtype=torch.float32)
+        model_config = transformers.AutoConfig.from_pretrained(checkpoint / "hf")
+        model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
     model.to_empty(device="cpu").tie_weights()
-    state = model.state_dict()
+    state_dict = model.state_dict()
     warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
     if (checkpoint / "model").is_dir():
-        dcp.load(state, checkpoint_id=checkpoint / "model", no_dist=True)
+        dcp.load(state_dict, checkpoint_id=checkpoint / "model", no_dist=True)
     else:
-        dcp.load({"app": {"model": state}}, checkpoint_id=checkpoint, no_dist=True)
+        dcp.load({"app": {"model": state_dict}}, checkpoint_id=checkpoint, no_dist=True)
     temporary = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(checkpoint / "hf", temporary)
@@ -839,11 +993,26 @@ def export(checkpoint: Path, directory: Path) -> None:
 
 # --- Checkpoints: directories that are complete or absent -----------------------------------------
 
-# Flags that a resumed run shares with its checkpoint: those of the batch plan, and of what else it
-# trains on, if that differs.
-PLAN = "max_length pad_to_multiple_of batching micro_batch_tokens global_batch_tokens seed".split()
+# Flags that a resumed run shares with its checkpoint: those of the batch plan, always.
+PLAN = [
+    "max_length",
+    "pad_to_multiple_of",
+    "batching",
+    "micro_batch_tokens",
+    "global_batch_tokens",
+    "seed",
+]
+# And those that say what it trains on, if model, tokenizer or rows are others than before.
 CONTENTS = ["model", "tokenizer", "dataset", "dataset_config", "dataset_split", "text_column"]
 STEP = re.compile(r"step_\d{8}")
+
+
+def describe_contents(model_config: ModelConfig, tokenizer: Tokenizer, rows: Rows) -> str:
+    """What a run trains, and on what: the fingerprint by which a resumed run knows its own."""
+    architecture = model_config.to_dict()
+    architecture.pop("_name_or_path", None)
+    spelling = (tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template)
+    return fingerprint(architecture, spelling, xxhash.xxh3_128_hexdigest(rows.digest))
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -851,7 +1020,7 @@ def read_description(path: Path) -> dict[str, Any]:
     try:
         description = json.loads((path / "checkpoint.json").read_text())
         sound = description.pop("sum_of_this_file") == fingerprint(description)
-        sound &= path.name == step_name(description) or not STEP.fullmatch(path.name)
+        sound &= path.name == step_name(description["progress"]) or not STEP.fullmatch(path.name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         sound = False
     if not sound:
@@ -859,8 +1028,8 @@ def read_description(path: Path) -> dict[str, Any]:
     return description
 
 
-def step_name(description: dict[str, Any]) -> str:
-    return f"step_{description['progress']['step']:08d}"
+def step_name(progress: dict[str, Any]) -> str:
+    return f"step_{progress['step']:08d}"
 
 
 def sum_of(file: Path) -> str:
@@ -868,114 +1037,158 @@ def sum_of(file: Path) -> str:
     return xxhash.xxh3_128_hexdigest(np.memmap(file, np.uint8, "r"))
 
 
-def damage(path: Path, rank: int = 0, ranks: int = 1) -> str | None:
+def damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
     """What is wrong with a checkpoint, or None; a collective, as ranks share the reading."""
-    problems: list[str | None] = [None] * ranks
+    problems: list[str | None] = [None] * world_size
     try:
         sums = read_description(path)["sums"]
-        for name in sorted(sums)[rank::ranks]:
+        for name in sorted(sums)[rank::world_size]:
             if not (path / name).is_file() or sum_of(path / name) != sums[name]:
                 raise ValueError(f"{name} is missing or damaged")
     except ValueError as error:
         problems[rank] = str(error)
-    if ranks > 1:
+    if world_size > 1:
         dist.all_gather_object(problems, problems[rank])
     return next((problem for problem in problems if problem), None)
 
 
+def sync(*paths: Path) -> None:
+    """Return once files or directories are on the disk, as DCP does for its own files alone."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
 class Checkpoints:
-    """The checkpoints of a run directory, which holds one line of training and nothing else.
+    """A directory of checkpoints, all of one line of training.
 
     The `keep` newest stay, and the best by validation loss. `group` is one of all ranks, for the
     thread that writes: its collectives must not mix with those of training.
+
+    Args:
+        facts: flags and contents of the run, recorded in every checkpoint. One with others is
+            refused.
+        timeout: longest wait for another rank.
     """
 
-    def __init__(self, run: "Run", shape: Shape, tokenizer: Tokenizer, rows: Rows, keep: int):
-        self.run, self.rank, self.ranks, self.keep = run, run.rank, run.ranks, keep
-        self.directory, self.shape, self.tokenizer = run.directory / "checkpoints", shape, tokenizer
-        shape.eos_token_id = tokenizer.eos_token_id  # where generation stops
-        shape.bos_token_id = shape.pad_token_id = None  # transformers freezes a pad's embedding
-        model = {k: v for k, v in shape.to_dict().items() if k != "_name_or_path"}
-        spelling = tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template
-        self.contents = fingerprint(model, spelling, xxhash.xxh3_128_hexdigest(rows.digest))
-        self.group = dist.new_group(backend="gloo", timeout=run.timeout)
-        self.thread, self.last, self.damaged = ThreadPoolExecutor(1), None, set()
-        self.pending = self.thread.submit(int)  # nothing yet
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int,
+        facts: dict[str, Any],
+        rank: int,
+        world_size: int,
+        timeout: datetime.timedelta,
+    ):
+        self.directory = directory
+        self.keep = keep
+        self.facts = facts
+        self.rank = rank
+        self.world_size = world_size
+        self.group = dist.new_group(backend="gloo", timeout=timeout)
+        self.thread = ThreadPoolExecutor(1)
+        self.pending: Future | None = None  # a write in the background
+        self.last: Path | None = None
+        self.damaged: set[Path] = set()
 
     def all(self) -> list[Path]:
         """Those not known as damaged, newest first: names of eight digits sort as numbers do."""
         found = {path for path in self.directory.glob("step_*") if STEP.fullmatch(path.name)}
         return sorted(found - self.damaged, reverse=True)
 
+    def say(self, text: str) -> None:
+        if self.rank == 0:
+            say(text)
+
     def find(self, resume: str) -> tuple[Path | None, dict[str, Any]]:
         """Where the run goes on from, as `--resume` says, and its progress; None to begin.
 
-        What would write over a part of the directory's line of training is refused, and the disk
-        stays as it is.
+        A collective: every rank checks a part of a checkpoint's files. What would write over a part
+        of the directory's line of training is refused, and the disk stays as it is.
         """
         self.last = self.choose(resume)
         if self.last is None:
             return None, {"step": 0, "tokens": 0}
-        self.run.say(f"going on from {self.last}")
-        return self.last, self.same(self.last)["progress"]
+        self.say(f"going on from {self.last}")
+        description = read_description(self.last)
+        self.refuse_another_run(description)
+        return self.last, description["progress"]
 
     def choose(self, resume: str) -> Path | None:
-        """The newest undamaged one of the run, the one that `resume` names, or none."""
-        own, elsewhere = self.all(), "to begin anew take another --run_dir"
+        """The newest undamaged one, the one that `resume` names, or none."""
+        own = self.all()
+        advice = "to begin anew take another --run_dir"
         if own and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
             resume = "auto"  # a restart by torchrun goes on, whatever the run began from
-        if resume == "never" and own:
-            refuse(f"--resume never: --run_dir {self.run.directory} holds checkpoints; {elsewhere}")
-        candidates = {"auto": own, "never": []}.get(resume, [Path(resume)])
+        if resume == "never":
+            if own:
+                refuse(f"--resume never: {self.directory} holds checkpoints; {advice}")
+            return None
+        candidates = own if resume == "auto" else [Path(resume)]
         for path in candidates:
-            problem = damage(path, self.rank, self.ranks)
-            if problem is None:
-                if resume != "auto" and own and own[0].name > step_name(read_description(path)):
-                    refuse(f"--resume {resume}: {own[0]} is later; {elsewhere}")
-                return path
-            self.damaged.add(path)
-            self.run.say(f"{path} is damaged or no checkpoint: {problem}")
+            problem = damage(path, self.rank, self.world_size)
+            if problem:
+                self.damaged.add(path)
+                self.say(f"{path} is damaged or no checkpoint: {problem}")
+                continue
+            if resume != "auto" and own:
+                if own[0].name > step_name(read_description(path)["progress"]):
+                    refuse(f"--resume {resume}: {own[0]} is later; {advice}")
+            return path
         if candidates:
-            refuse(f"--resume {resume}: no undamaged checkpoint to go on from; {elsewhere}")
+            refuse(f"--resume {resume}: no undamaged checkpoint to go on from; {advice}")
         return None
 
-    def same(self, path: Path) -> dict[str, Any]:
-        """A checkpoint's description; refuses one of another model, data or batch plan."""
-        description, now = read_description(path), self.run.flags
-        before, other = description["flags"], description["contents"] != self.contents
+    def refuse_another_run(self, description: dict[str, Any]) -> None:
+        """Refuse to go on from a checkpoint of another model, data or batch plan."""
+        another = description["contents"] != self.facts["contents"]
+        before = description["flags"]
+        now = self.facts["flags"]
         changed = [
             f"--{name} {before.get(name)} (now {now.get(name)})"
-            for name in PLAN + CONTENTS * other
+            for name in (PLAN + CONTENTS if another else PLAN)
             if before.get(name) != now.get(name)
         ]
-        if changed or other:
+        if changed or another:
             difference = ", ".join(changed) or "another content of the same paths"
             way = "resume with that, or take the weights alone: --init_from and another --run_dir"
-            refuse(f"checkpoint {path} was written with {difference}; {way}")
-        return description
+            refuse(f"checkpoint {self.last} was written with {difference}; {way}")
 
-    def write(self, save: Callable, progress: dict[str, Any], background: bool) -> None:
-        """Write what `save()` returns a writer of: this moment's state. One at a time.
+    def write(
+        self,
+        save: Callable[[], Callable[[Path], None]],
+        progress: dict[str, Any],
+        in_background: bool,
+    ) -> None:
+        """Write this moment's state; one write at a time.
 
-        What went wrong with one in the background is raised here, or by `wait`.
+        `save()` returns a function that writes the state to a directory. A thread calls that, and
+        its collectives use `group`. What goes wrong in the background is raised by the next
+        `write`, or by `wait`.
         """
+        # NOTE: first wait, then save. A copy for the background is good until the next one is made.
         self.wait()
         self.pending = self.thread.submit(self.write_now, save(), dict(progress))
-        if not background:
+        if not in_background:
             self.wait()
 
     def wait(self) -> None:
-        self.pending.result()
+        if self.pending is not None:
+            self.pending.result()
 
     def write_now(self, writer: Callable[[Path], None], progress: dict[str, Any]) -> None:
         """Write under a temporary name; once all ranks have, rename. A collective."""
-        self.last = self.directory / f"step_{progress['step']:08d}"
-        intact = next(map(str, self.all()), "no checkpoint")
-        with refusing(f"cannot write {self.last} ({intact} is intact)", code=1):
+        self.last = self.directory / step_name(progress)
+        intact = self.all()
+        what = f"{intact[0]} is intact" if intact else "no checkpoint is intact"
+        with refusing(f"cannot write {self.last} ({what})", code=1):
             temporary = self.last.with_suffix(".tmp")
             if self.rank == 0:
-                self.shape.save_pretrained(temporary / "hf")
-                self.tokenizer.save_pretrained(temporary / "hf")
+                for leftover in self.directory.glob("step_*.tmp"):
+                    shutil.rmtree(leftover)  # of a run that died while writing
+            dist.barrier(self.group)
             writer(temporary)
             self.complete(temporary, progress)
 
@@ -985,61 +1198,77 @@ class Checkpoints:
         A collective. Each rank sums the files that DCP had it write; once all of it is on
         the disk, rank 0 renames: a checkpoint is complete or absent, even if the power goes.
         """
-        mine, parts = {}, [None] * self.ranks
-        for file in (file for file in temporary.rglob("*") if file.is_file()):
+        sums = {}
+        files = [file for file in temporary.rglob("*") if file.is_file()]
+        for file in files:
             writer = re.match(r"__(\d+)_", file.name)  # of DCP's files; the others are rank 0's
             if int(writer[1] if writer else 0) == self.rank:
-                mine[str(file.relative_to(temporary))] = sum_of(file)
-        dist.all_gather_object(parts, mine, group=self.group)
+                sums[str(file.relative_to(temporary))] = sum_of(file)
+        parts: list[dict[str, str]] = [{}] * self.world_size
+        dist.all_gather_object(parts, sums, group=self.group)
         if self.rank:
             return
-        sums = {name: value for part in parts for name, value in part.items()}
-        description = {"progress": {"validation_loss": None} | progress, "contents": self.contents}
-        description |= self.run.facts | {"sums": sums}
+        for part in parts:
+            sums |= part
+        description = {"progress": {"validation_loss": None} | progress, **self.facts, "sums": sums}
         description["sum_of_this_file"] = fingerprint(description)
         (temporary / "checkpoint.json").write_text(json.dumps(description, indent=2) + "\n")
-        os.sync()  # directories too: DCP has synced its files alone
+        sync(temporary, *temporary.rglob("*"))
         shutil.rmtree(self.last, ignore_errors=True)  # a damaged one, passed over at the start
         temporary.rename(self.last)
+        sync(self.directory, self.directory.parent)
         self.damaged.discard(self.last)
-        os.sync()
         self.remove_old()
 
     def remove_old(self) -> None:
+        """Remove all but the `keep` newest and the best; unreadable ones stay."""
         losses = {}
         for path in self.all():
             try:
                 losses[path] = read_description(path)["progress"]["validation_loss"]
             except ValueError as problem:
                 say(f"{path} is left alone: {problem}")
-        known = [p for p in losses if losses[p] is not None and math.isfinite(losses[p])]
+        known = [path for path, loss in losses.items() if loss is not None and math.isfinite(loss)]
         best = min(known, key=losses.get, default=None)
-        for path in [*losses][self.keep :]:
+        for path in list(losses)[self.keep :]:
             if path != best:
-                path.rename(path.with_suffix(".tmp"))  # gone at once, whatever happens now
-                shutil.rmtree(path.with_suffix(".tmp"))
+                removed = path.with_suffix(".tmp")
+                path.rename(removed)  # gone at once, whatever happens now
+                shutil.rmtree(removed)
 
 
 # --- A run: its directory, metrics and progress ---------------------------------------------------
 
 # Dense bf16 FLOP/s from the makers' data sheets (where "with sparsity" stands for twice as much).
-PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12}
-PEAK_FLOPS |= {"A100": 312e12, "L40S": 362e12, "A10G": 70e12, "RTX 4090": 165e12}
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10G": 70e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+}
 
 
 class ModelSize:
     """Parameters of a model, and those that take part in matrix products of blocks and head."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, model_config: ModelConfig):
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(shape)
+            model = transformers.AutoModelForCausalLM.from_config(model_config)
         self.parameters = model.num_parameters()
-        # The input embedding is a look-up, not a product; tied to the head it is a product there.
-        look_up = 0 if shape.tie_word_embeddings else model.get_input_embeddings().weight.numel()
         self.in_head = model.get_output_embeddings().weight.numel()
-        self.in_blocks = self.parameters - look_up - self.in_head
-        width = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
-        self.attention_width = shape.num_hidden_layers * shape.num_attention_heads * width
+        self.in_blocks = self.parameters - self.in_head
+        if not model_config.tie_word_embeddings:
+            # The input embedding is a look-up, not a product.
+            self.in_blocks -= model.get_input_embeddings().weight.numel()
+        heads = model_config.num_attention_heads
+        head_size = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
+        self.attention_width = model_config.num_hidden_layers * heads * head_size
 
     def flops(self, batch: GlobalBatch) -> int:
         """Of forward and backward of a step.
@@ -1048,8 +1277,8 @@ class ModelSize:
         and label, and 12 x width x length a token for attention. Neither recomputation nor padding
         counts.
         """
-        products = self.in_blocks * batch.tokens + self.in_head * batch.labels
-        return 6 * products + 12 * self.attention_width * batch.attended
+        products = self.in_blocks * batch.num_tokens + self.in_head * batch.num_labels
+        return 6 * products + 12 * self.attention_width * batch.squared_lengths
 
 
 def peak_memory(device: torch.device) -> int:
@@ -1067,56 +1296,100 @@ class Run:
     what is recorded of the run beside its numbers.
     """
 
-    def __init__(self, flags: dict, shape: Shape, device: torch.device, rank: int, ranks: int):
-        self.directory, run_dir = Path(flags["run_dir"]), flags["run_dir"]
-        self.flags, self.device, self.rank, self.ranks = flags, device, rank, ranks
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        self.peak_flops = next((peak for key, peak in PEAK_FLOPS.items() if key in name), None)
+    def __init__(
+        self,
+        flags: dict[str, Any],
+        model_config: ModelConfig,
+        contents: str,
+        device: torch.device,
+        rank: int,
+        world_size: int,
+    ):
+        self.directory = Path(flags["run_dir"])
+        self.flags = flags
+        self.device = device
+        self.rank = rank
         self.timeout = datetime.timedelta(minutes=flags["timeout_minutes"])
-        self.wandb, self.profiler, self.stop_requested = None, None, False
-        self.size = ModelSize(shape)
-        self.facts = {"flags": flags, "parameters": self.size.parameters, "world_size": ranks}
-        self.facts |= {"script": Path(sys.argv[0]).name, "device": name, "torch": torch.__version__}
+        self.size = ModelSize(model_config)
+        self.wandb = None
+        self.profiler = None
+        self.stop_requested = False
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        peaks = [peak for model, peak in PEAK_FLOPS.items() if model in name]
+        self.peak_flops = peaks[0] * world_size if peaks else None  # of all ranks
+        self.facts = {
+            "flags": flags,
+            "contents": contents,
+            "parameters": self.size.parameters,
+            "world_size": world_size,
+            "script": Path(sys.argv[0]).name,
+            "device": name,
+            "torch": torch.__version__,
+        }
         file = self.directory / "metrics.jsonl"
+        what = f"--run_dir {self.directory}"
         if rank == 0:
-            with refusing(f"--run_dir {run_dir} cannot be written or is in use by another run"):
+            with refusing(f"{what} cannot be written or is in use by another run"):
                 self.directory.mkdir(parents=True, exist_ok=True)
                 self.metrics = open(file, "a+", buffering=1)  # written line by line
                 # This lock ends with the process, however it dies, and is not inherited by forks.
                 fcntl.lockf(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
         dist.barrier()
-        places: list[Any] = [None] * ranks
-        dist.all_gather_object(places, file.stat().st_ino if file.exists() else None)
-        if len(set(places)) > 1:
-            refuse(f"--run_dir {run_dir} is not the same directory on all nodes; it has to be one")
+        inodes: list[int | None] = [None] * world_size
+        dist.all_gather_object(inodes, file.stat().st_ino if file.exists() else None)
+        if len(set(inodes)) > 1:
+            refuse(f"{what} is not the same directory on all nodes; it has to be one")
 
     def begin(self, resumed: Path | None, step: int) -> None:
-        """All checks have passed and training begins after `step`; signals now ask it to stop."""
-        self.first_step, self.spoken, self.started = step, 0.0, time.perf_counter()
+        """All checks have passed and training begins after `step`.
+
+        From here on SIGTERM and SIGINT only ask the run to stop, see `should_stop`. Rank 0 cuts the
+        lines of metrics.jsonl that come after `step`, and writes config.json.
+        """
+        self.first_step = step
+        self.started = time.perf_counter()
+        self.last_spoken = 0.0
         for group in dist.distributed_c10d._world.pg_map:  # those of a mesh have torch's default
             dist.distributed_c10d._set_pg_timeout(self.timeout, group)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: setattr(self, "stop_requested", True))
+        for stop_signal in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(stop_signal, self.request_stop)
         if self.rank:
             return
-        for leftover in [*self.directory.glob("*.tmp"), *self.directory.glob("checkpoints/*.tmp")]:
-            shutil.rmtree(leftover)  # of a run that died while writing
         own = resumed and resumed.resolve().parents[1] == self.directory.resolve()
-        self.metrics.seek(0)  # keep the lines up to `step`; the last one may be half written
-        whole = [line for line in self.metrics.readlines() if line.endswith("\n")]
-        kept = [line for line in whole if own and json.loads(line)["step"] <= step]
-        self.metrics.truncate(len("".join(kept)))
+        self.metrics.seek(0)
+        kept = ""
+        for line in self.metrics.readlines():  # the last one may be half written
+            if own and line.endswith("\n") and json.loads(line)["step"] <= step:
+                kept += line
+        self.metrics.truncate(len(kept))
         self.trace(step)
         (self.directory / "config.json").write_text(json.dumps(self.facts, indent=2) + "\n")
         if self.flags["wandb_project"]:
-            import wandb
+            self.begin_wandb()
 
-            # One id as long as the directory lives, so that a resumed run goes on in wandb too.
-            run_id = fingerprint(os.fstat(self.metrics.fileno()).st_ino, self.flags["run_dir"])[:16]
-            options = {"project": self.flags["wandb_project"], "id": run_id, "dir": self.directory}
-            self.wandb = wandb.init(config=self.facts, resume="allow", **options)
-            # Not wandb's own step, which must grow: a resumed run repeats some.
-            self.wandb.define_metric("*", step_metric="step")
+    def begin_wandb(self) -> None:
+        import wandb
+
+        # One id as long as the directory lives, so that a resumed run goes on in wandb too.
+        inode = os.fstat(self.metrics.fileno()).st_ino
+        self.wandb = wandb.init(
+            project=self.flags["wandb_project"],
+            id=fingerprint(inode, self.flags["run_dir"])[:16],
+            dir=self.directory,
+            config=self.facts,
+            resume="allow",
+        )
+        # Not wandb's own step, which must grow: a resumed run repeats some.
+        self.wandb.define_metric("*", step_metric="step")
+
+    def request_stop(self, *_: Any) -> None:
+        self.stop_requested = True
+
+    def should_stop(self) -> bool:
+        """Whether any rank was asked to stop; a collective, so that all stop after one step."""
+        requested = torch.tensor(int(self.stop_requested))
+        dist.all_reduce(requested, dist.ReduceOp.MAX)
+        return bool(requested)
 
     def trace(self, step: int) -> None:
         """`step` is done: profile on rank 0 from the first of --trace_steps to the last."""
@@ -1128,12 +1401,6 @@ class Run:
             self.profiler.stop()
             self.profiler.export_chrome_trace(str(self.directory / "trace.json"))
 
-    def should_stop(self) -> bool:
-        """Whether any rank was asked to stop; a collective, so that all stop after one step."""
-        requested = torch.tensor(int(self.stop_requested))
-        dist.all_reduce(requested, dist.ReduceOp.MAX)
-        return bool(requested)
-
     def say(self, text: str) -> None:
         if self.rank == 0:
             say(text)
@@ -1142,7 +1409,10 @@ class Run:
         """A line of metrics.jsonl, and the same for Weights & Biases; NaN becomes null."""
         if self.rank:
             return
-        finite = {k: v if v is None or math.isfinite(v) else None for k, v in line.items()}
+        finite = {
+            name: value if value is None or math.isfinite(value) else None
+            for name, value in line.items()
+        }
         with refusing(f"cannot write {self.metrics.name}", code=1):
             self.metrics.write(json.dumps(finite) + "\n")
         if self.wandb is not None:
@@ -1150,28 +1420,40 @@ class Run:
 
     def log_step(self, batch: GlobalBatch, step: int, loss: float, **measured: float) -> None:
         """Log an optimizer step (`measured` as it is); the terminal hears of one in ten seconds."""
-        peak, seconds = self.peak_flops and self.peak_flops * self.ranks, measured["step_seconds"]
-        line = {"step": step, "loss": loss, **measured, "padding_fraction": batch.padding_fraction}
-        line["tokens_per_second"] = batch.labels / seconds
-        line["mfu"] = peak and self.size.flops(batch) / seconds / peak
-        self.log(line | {"peak_memory_gib": peak_memory(self.device) / 2**30})
+        seconds = measured["step_seconds"]
+        flops_per_second = self.size.flops(batch) / seconds
+        line = {
+            "step": step,
+            "loss": loss,
+            **measured,
+            "padding_fraction": batch.padding_fraction,
+            "tokens_per_second": batch.num_labels / seconds,
+            "mfu": flops_per_second / self.peak_flops if self.peak_flops else None,
+            "peak_memory_gib": peak_memory(self.device) / 2**30,
+        }
+        self.log(line)
         self.trace(step)
-        now, steps = time.perf_counter(), self.flags["steps"]
-        if step in (self.first_step + 1, steps) or now - self.spoken > 10:
+        now = time.perf_counter()
+        steps = self.flags["steps"]
+        if step in (self.first_step + 1, steps) or now - self.last_spoken > 10:
             left = (now - self.started) / (step - self.first_step) * (steps - step)
             speed = f"{line['tokens_per_second']:,.0f} tokens/s  {left:,.0f} s left"
             self.say(f"step {step}/{steps}  loss {loss:.4f}  {speed}")
-            self.spoken = now
+            self.last_spoken = now
 
-    def log_validation(self, step: int, loss: float, validation: Batches, number: int) -> None:
+    def log_validation(self, step: int, loss: float, labels_per_byte: float | None) -> None:
         """Log a validation, in nats per label, under the training step it belongs to."""
-        bits = validation.bits_per_byte(loss, number)
-        line = {"validation_loss": loss, "validation_perplexity": math.exp(min(loss, 700))}
-        line |= {} if bits is None else {"validation_bits_per_byte": bits}
-        self.log({"step": step} | line)
+        line = {
+            "step": step,
+            "validation_loss": loss,
+            "validation_perplexity": math.exp(min(loss, 700)),
+        }
+        if labels_per_byte is not None:
+            line["validation_bits_per_byte"] = loss / math.log(2) * labels_per_byte
+        self.log(line)
         self.say(f"step {step}: validation loss {loss:.4f}")
 
-    def finish(self, step: int, checkpoint: Path, prompt: np.ndarray, following: str) -> None:
+    def finish(self, step: int, checkpoint: Path, prompt: np.ndarray, next_command: str) -> None:
         """Training is over: rank 0 writes `hf/`, shows what the model writes, says what is next."""
         if self.rank:
             return
@@ -1187,7 +1469,7 @@ class Run:
         except Exception as error:  # all outputs are there: the run has succeeded
             say(f"no sample of the model: {error}")
         files = f"{self.directory}/metrics.jsonl, and {self.directory}/hf for transformers"
-        say(f"files: {files}\nnext:  {following}")
+        say(f"files: {files}\nnext:  {next_command}")
 
 
 SAMPLING = {"max_new_tokens": 160, "do_sample": True, "temperature": 0.6}
@@ -1199,15 +1481,19 @@ def continue_prompt(directory: Path, prompt: np.ndarray) -> str:
     model = transformers.AutoModelForCausalLM.from_pretrained(directory)
     ids = torch.from_numpy(prompt.astype(np.int64))[None]
     torch.manual_seed(0)
-    options = {"attention_mask": torch.ones_like(ids), "pad_token_id": tokenizer.eos_token_id}
-    return tokenizer.decode(model.generate(ids, **SAMPLING, **options)[0])
+    continued = model.generate(
+        ids, attention_mask=torch.ones_like(ids), pad_token_id=tokenizer.eos_token_id, **SAMPLING
+    )
+    return tokenizer.decode(continued[0])
 
 
 def command_line() -> None:
     if len(sys.argv) != 4 or sys.argv[1] != "export":
         refuse("usage: python common.py export CHECKPOINT OUT")
-    checkpoint, out = Path(sys.argv[2]), Path(sys.argv[3])
-    if problem := (f"{out} exists already" if out.exists() else damage(checkpoint)):
+    checkpoint = Path(sys.argv[2])
+    out = Path(sys.argv[3])
+    problem = f"{out} exists already" if out.exists() else damage(checkpoint)
+    if problem:
         refuse(f"export of {checkpoint}: {problem}")
     export(checkpoint, out)
 

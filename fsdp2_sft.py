@@ -1,5 +1,10 @@
 """Supervised fine-tuning on conversations with FSDP2: fsdp2_pretrain.py, with other data.
 
+    torchrun --standalone --nproc-per-node=2 fsdp2_sft.py --init_from runs/fsdp2_pretrain
+
+`diff fsdp2_pretrain.py fsdp2_sft.py` is what fine-tuning changes: the data, and which positions go
+through the head.
+
 A chat template makes one text of a conversation's turns, with single tokens that open and close a
 turn. A model learns from every answer of the assistant, from its first token to the one that ends
 the turn, so that it learns to stop. The loss is the sum over those tokens divided by their number,
@@ -12,10 +17,6 @@ What moves in a step, with P the bytes of the model: before a block's forward an
 backward an all-gather of its parameters, at most 2P(N-1)/N in all; after its backward a
 reduce-scatter of its gradients, P(N-1)/N. That is 1.5 times DDP's (1.0 in bf16, which halves the
 gathers), most of it while a neighbouring block computes. Each of k micro-batches gathers anew.
-
-    torchrun --standalone --nproc-per-node=2 fsdp2_sft.py --init_from runs/fsdp2_pretrain
-
-`diff fsdp2_pretrain.py fsdp2_sft.py` is what fine-tuning changes.
 """
 
 import copy
@@ -30,6 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import datasets
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -40,7 +42,12 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -50,71 +57,130 @@ from common import flag
 
 # --- Config ---------------------------------------------------------------------------------------
 
+# What the end of a run suggests to try next.
+NEXT_COMMAND = "README.md shows how to chat with {run_dir}/hf"
+
 
 @dataclass(config=ConfigDict(allow_inf_nan=False))
 class Config:
+    # model
     model: str = flag("tiny", "tiny, qwen2-0.5b, or a directory or hub id with a config.json")
-    init_from: str | None = flag(None, "weights: a run, or a Hugging Face directory or hub id")
+    init_from: str | None = flag(
+        None,
+        "weights to start from: a run directory, or a Hugging Face directory or hub id. Its model "
+        "and tokenizer take the place of --model and --tokenizer, unless these are given",
+    )
     tokenizer: str = flag("bytes", "bytes, a tiktoken encoding (gpt2), or a directory or hub id")
-    dataset: str = flag("stdlib-docstrings", "this, a hub id, or a .parquet .jsonl file, glob, URL")
+
+    # data
+    dataset: str = flag(
+        "stdlib-docstrings", "stdlib-docstrings, hub id, or .parquet .jsonl file, glob or URL"
+    )
     dataset_config: str | None = flag(None, "configuration name of a hub dataset")
     dataset_split: str = flag("train", "split, as in datasets.load_dataset")
-    max_length: PositiveInt = flag(2048, "longest row in tokens; longer ones are cut")
+    max_length: PositiveInt = flag(2048, "longest row in tokens; longer conversations are cut")
     pad_to_multiple_of: PositiveInt = flag(1, "row lengths are rounded up to a multiple of this")
-    batching: Literal["bucketed", "packed"] = flag("bucketed", "rows of like length, or packed")
-    micro_batch_tokens: PositiveInt = flag(4096, "token positions of a forward pass, padding too")
-    global_batch_tokens: PositiveInt = flag(8192, "token positions of a step, over all ranks")
-    steps: Annotated[int, Field(ge=0, lt=10**8)] = flag(100, "optimizer steps; 0: prepare the data")
+    batching: Literal["bucketed", "packed"] = flag(
+        "bucketed",
+        "bucketed: rows of similar length, padded on the right; packed: whole documents fill one "
+        "row, and attention stays within each",
+    )
+    micro_batch_tokens: PositiveInt = flag(
+        4096, "token positions of one forward pass of one rank, padding included"
+    )
+    global_batch_tokens: PositiveInt = flag(
+        8192, "token positions of one optimizer step, over all ranks"
+    )
+
+    # optimization
+    steps: Annotated[int, Field(ge=0, lt=10**8)] = flag(
+        100, "optimizer steps of the whole run; 0 prepares the data and ends"
+    )
     learning_rate: PositiveFloat = flag(2e-3, "peak learning rate of AdamW")
     min_learning_rate: NonNegativeFloat = flag(2e-4, "learning rate at the end of the cosine")
     warmup_steps: NonNegativeInt = flag(20, "steps of linear warm-up")
-    weight_decay: NonNegativeFloat = flag(0.1, "of matrices; embeddings, norms and biases: none")
-    grad_clip: NonNegativeFloat = flag(1.0, "largest gradient norm; 0: no clipping")
-    precision: Literal["auto", "fp32", "bf16"] = flag("auto", "of compute; auto: bf16 on CUDA only")
+    weight_decay: NonNegativeFloat = flag(
+        0.1, "weight decay of matrices; embeddings, norms and biases have none"
+    )
+    grad_clip: NonNegativeFloat = flag(1.0, "clip gradients to this norm; 0 does not clip")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = flag(0, "seed of initial weights and data order")
+
+    # precision, memory and speed
+    precision: Literal["auto", "fp32", "bf16"] = flag(
+        "auto", "precision of compute; auto is bf16 on CUDA and fp32 elsewhere"
+    )
     activation_checkpointing: Annotated[str, Field(pattern=r"^(none|full|selective|0?\.\d+)$")] = (
-        flag("none", "none, full, selective or a fraction of the blocks such as 0.5")
+        flag("none", "none, full, selective, or a fraction of the blocks such as 0.5")
     )
     compile: bool = flag(False, "compile each transformer block on its own")
+
+    # validation and checkpoints
     eval_every: PositiveInt = flag(200, "steps between validations")
     eval_batches: PositiveInt = flag(256, "micro-batches of one validation, over all ranks")
-    checkpoint_every: PositiveInt = flag(100, "steps between checkpoints; the last writes one too")
-    keep_checkpoints: PositiveInt = flag(2, "newest checkpoints that stay; the best one does too")
-    checkpoint_style: Literal["stateful", "separate"] = flag("separate", "a state, or two trees")
+    checkpoint_every: PositiveInt = flag(100, "steps between checkpoints; the last step has one")
+    keep_checkpoints: PositiveInt = flag(
+        2, "how many of the newest checkpoints stay; the best by validation loss stays too"
+    )
+    checkpoint_style: Literal["stateful", "separate"] = flag(
+        "separate",
+        "stateful: model and optimizer in one Stateful object; separate: a directory for each. "
+        "Either is read by every script",
+    )
     async_checkpoint: bool = flag(False, "train on while a checkpoint is written")
-    resume: str = flag("auto", "auto, never or a checkpoint; load only those you trust (pickle)")
-    timeout_minutes: PositiveFloat = flag(10.0, "longest wait for another rank")
-    run_dir: str = flag("runs/fsdp2_sft", "directory of everything the run writes")
+    resume: str = flag(
+        "auto",
+        "auto, never, or a checkpoint's path (it holds a pickle: load only those you trust)",
+    )
+
+    # the run
+    run_dir: str = flag("runs/fsdp2_sft", "directory of everything that the run writes")
+    timeout_minutes: PositiveFloat = flag(10.0, "longest wait for another rank, in minutes")
     trace_steps: list[PositiveInt] | None = flag(None, "first and last step to profile")
     wandb_project: str | None = flag(None, "Weights & Biases project to log to as well")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = flag(0, "of initial weights and data order")
-    reshard_after_forward: bool = flag(True, "free a block after forward; else after last backward")
-    dp_replicate: PositiveInt = flag(1, "replicas of the sharded model (HSDP)")
+
+    # this strategy
+    reshard_after_forward: bool = flag(
+        True, "free a block's whole parameters after its forward and gather them for backward again"
+    )
+    dp_replicate: PositiveInt = flag(1, "replicas of the sharded model (hybrid sharding, HSDP)")
     cpu_offload: bool = flag(False, "keep parameters, gradients and moments in CPU memory")
-    reduce_every_micro_batch: bool = flag(False, "less memory for gradients, more traffic")
+    reduce_every_micro_batch: bool = flag(
+        False, "reduce gradients after every micro-batch: less memory, more traffic"
+    )
 
     def __post_init__(self) -> None:
-        """What flags say together; the limits of each one stand beside it."""
+        """Check what flags mean together; the limits of each one stand beside it."""
         if self.precision == "auto":
             self.precision = "bf16" if torch.cuda.is_available() else "fp32"
         if self.min_learning_rate > self.learning_rate:
             raise ValueError("--min_learning_rate is above --learning_rate")
         multiple = self.pad_to_multiple_of
-        if math.ceil(self.max_length / multiple) * multiple > self.micro_batch_tokens:
+        padded_length = math.ceil(self.max_length / multiple) * multiple
+        if padded_length > self.micro_batch_tokens:
             raise ValueError("--micro_batch_tokens cannot hold a row of --max_length, padded")
-        first, *_, last = self.trace_steps or (1, 1)
-        if not first <= last <= max(1, self.steps):
-            raise ValueError("--trace_steps are a first and a last step of the run")
-        ranks = int(os.environ.get("WORLD_SIZE", 1))
-        if self.steps and ranks % self.dp_replicate:
-            raise ValueError(f"--dp_replicate {self.dp_replicate} does not divide {ranks} ranks")
-        unit = self.micro_batch_tokens * ranks
+        if self.trace_steps is not None:
+            if len(self.trace_steps) != 2:
+                raise ValueError("--trace_steps takes two numbers, a first and a last step")
+            first, last = self.trace_steps
+            if not first <= last <= self.steps:
+                raise ValueError("--trace_steps are a first and a last step of the run")
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        if self.steps and world_size % self.dp_replicate:
+            raise ValueError(
+                f"--dp_replicate {self.dp_replicate} does not divide {world_size} ranks"
+            )
+        unit = self.micro_batch_tokens * world_size
         if self.global_batch_tokens % unit:
-            more = self.global_batch_tokens // unit * unit + unit
-            words = f"--global_batch_tokens {self.global_batch_tokens} is no multiple of {unit}"
-            raise ValueError(f"{words} (--micro_batch_tokens x {ranks} ranks); {more} would be")
+            larger = (self.global_batch_tokens // unit + 1) * unit
+            raise ValueError(
+                f"--global_batch_tokens {self.global_batch_tokens} is no multiple of {unit} "
+                f"(--micro_batch_tokens x {world_size} ranks); {larger} would be"
+            )
 
 
 # --- Process group and device ---------------------------------------------------------------------
+
+
 def init_process_group(config: Config) -> torch.device:
     """Join the ranks that torchrun started; returns the device of this one."""
     timeout = timedelta(minutes=config.timeout_minutes)
@@ -123,21 +189,85 @@ def init_process_group(config: Config) -> torch.device:
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    # gloo beside NCCL, for what lies in CPU memory: Python objects, offloaded gradients.
+    # gloo beside NCCL serves what lies in CPU memory: Python objects and offloaded gradients.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     return device
 
 
-def share_of_data(config: Config) -> tuple[int, int]:
-    """Which part of the data this rank trains on, and of how many: here each rank has its own."""
-    return dist.get_rank(), dist.get_world_size()
-
-
 # --- Conversations --------------------------------------------------------------------------------
 
+ROLES = {"human": "user", "gpt": "assistant"}  # as in ShareGPT's columns
+# What a message or a row may hold beside its text, and what no template here would bring out.
+BEYOND_TEXT = [
+    "tool_calls", "function_call", "tools", "functions",
+    "images", "image", "audio", "audios", "videos", "video",
+    "reasoning", "reasoning_content", "thinking", "thought",
+]  # fmt: skip
+CONVERSATIONS = [
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "system",
+    *BEYOND_TEXT,
+]
+
+
+def read_conversation(row: dict[str, Any]) -> tuple[list[dict[str, str]], int]:
+    """Messages (role, content) of a row in any of the known forms, and how many answers to learn.
+
+    Of `messages` or `conversations` every answer is learned, of `prompt` and `completion` those in
+    the completion.
+
+    Raises:
+        ValueError: why the row is left out.
+    """
+    if any(row.get(name) for name in BEYOND_TEXT):
+        raise ValueError("hold tools, thoughts or media beside the text")
+    turns = row.get("messages") or row.get("conversations")
+    if isinstance(turns, str):
+        raise ValueError("hold no messages")
+    messages = read_messages(row.get("system"), "system") + read_messages(row.get("prompt"), "user")
+    answered = read_messages(turns or row.get("completion"), "assistant")
+    answers = sum(message["role"] == "assistant" for message in answered)
+    if not answers:
+        raise ValueError("hold no answer")
+    return messages + answered, answers
+
+
+def read_messages(value: Any, role: str) -> list[dict[str, str]]:
+    """The messages of a column: a list of them, or a text, which is one message of that role."""
+    if isinstance(value, str):
+        value = [{"role": role, "content": value}]
+    return [read_message(message) for message in value] if isinstance(value, list) else []
+
+
+def read_message(message: dict[str, Any]) -> dict[str, str]:
+    """Role and content of a message; ValueError if it is no message, or more than text."""
+    if not isinstance(message, dict):
+        raise ValueError("hold no messages")
+    role = message.get("role") or message.get("from")
+    content = message.get("content")
+    if content is None:
+        content = message.get("value")
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        if all(part.get("type") == "text" for part in content):
+            content = "".join(str(part.get("text")) for part in content)
+    if any(message.get(name) for name in BEYOND_TEXT) or message.get("weight") == 0:
+        raise ValueError("hold tools, thoughts or media beside the text")
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise ValueError("hold messages without role or text")
+    return {"role": ROLES.get(role, role), "content": content}
+
+
 TURN = ["<|im_start|>", "<|im_end|>"]
-INSIDE = ["<|begin_of_thought|>", "<|end_of_thought|>"]  # what an assistant may write in an answer
-INSIDE += ["<|begin_of_solution|>", "<|end_of_solution|>"]
+# What an assistant may write inside of an answer, each of them one token.
+INSIDE = [
+    "<|begin_of_thought|>",
+    "<|end_of_thought|>",
+    "<|begin_of_solution|>",
+    "<|end_of_solution|>",
+]
 # What stands between `generation` and `endgeneration` is learned: the answer and the turn's end.
 TEMPLATE = """\
 {%- for message in messages -%}{{- '<|im_start|>' + message.role + '\\n' -}}
@@ -154,55 +284,79 @@ def chat_tokenizer(name: str) -> tuple[Any, int]:
     and single tokens for what stands there between the texts. Also returns its length before.
     """
     tokenizer = copy.deepcopy(common.load_tokenizer(name))
-    known, endings = len(tokenizer), {tokenizer.eos_token}
-    tokenizer.split_special_tokens = False  # the template's are to be parsed
+    known_ids = len(tokenizer)
+    plain_eos_token = tokenizer.eos_token
+    tokenizer.split_special_tokens = False  # those of the template are to be parsed
     if "endgeneration" not in str(tokenizer.chat_template):
-        begins = tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]
-        tokenizer.chat_template = "{{- bos_token -}}" * begins + TEMPLATE
+        tokenizer.chat_template = TEMPLATE
+        if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:
+            tokenizer.chat_template = "{{- bos_token -}}" + TEMPLATE  # it begins every text with it
         tokenizer.add_special_tokens({"additional_special_tokens": TURN + INSIDE})
+
     sample = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     with common.refusing(f"--tokenizer {name}: its chat template fails"):
         ids, learned = encode(tokenizer, sample, answers=1)
-        if any(message["content"] not in tokenizer.decode(ids) for message in sample):
+        text = tokenizer.decode(ids)
+        if any(message["content"] not in text for message in sample):
             raise ValueError("it leaves the text of messages out")
+
     # A turn ends with the last learned token that is not blank, if that is an added one.
     added = tokenizer.added_tokens_decoder
-    ends = [i for i in ids[learned].tolist() if tokenizer.decode([i]).strip()][-1:]
-    tokenizer.eos_token = str(added[ends[0]]) if added.keys() & ends else tokenizer.eos_token
-    endings |= {tokenizer.eos_token, None}
-    if tokenizer.pad_token in endings:  # a model would learn not to stop: take a token without use
-        special = [str(token) for i, token in added.items() if token.special and i not in ids]
-        spare = [token for token in special if token not in endings.union(TURN, INSIDE)]
-        tokenizer.add_special_tokens({"pad_token": [*spare, "<|pad|>"][0]})
-    return tokenizer, known
+    not_blank = [i for i in ids[learned].tolist() if tokenizer.decode([i]).strip()]
+    if not_blank and not_blank[-1] in added:
+        tokenizer.eos_token = str(added[not_blank[-1]])
+
+    # With the end of a turn as pad token, a model that is trained on would learn not to stop. Then
+    # a token without any other use takes its place.
+    endings = {plain_eos_token, tokenizer.eos_token, None}
+    if tokenizer.pad_token in endings:
+        used = endings.union(TURN, INSIDE, {str(added[i]) for i in ids.tolist() if i in added})
+        unused = [str(token) for token in added.values() if token.special]
+        unused = [token for token in unused if token not in used]
+        tokenizer.add_special_tokens({"pad_token": unused[0] if unused else "<|pad|>"})
+    return tokenizer, known_ids
 
 
-def encode(tokenizer: Any, messages: list[dict[str, str]], answers: int):
+def encode(
+    tokenizer: Any, messages: list[dict[str, str]], answers: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Ids of a conversation, and whether each is learned: of the last `answers` answers.
 
     A token is learned if it overlaps one of the stretches that the template marks. (Transformers'
     own mask loses the last bytes of a character that is several tokens.)
     """
-    [text], [stretches] = render_jinja_template(
-        [messages], chat_template=tokenizer.chat_template, return_assistant_tokens_mask=True,
+    texts, stretches_of_texts = render_jinja_template(
+        [messages],
+        chat_template=tokenizer.chat_template,
+        return_assistant_tokens_mask=True,
         **tokenizer.special_tokens_map,
-    )  # fmt: skip
-    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-    start, stop = np.array(encoding.offsets).reshape(-1, 2).T  # in characters
+    )
+    stretches = stretches_of_texts[0]
+    encoding = tokenizer.backend_tokenizer.encode(texts[0], add_special_tokens=False)
+    offsets = np.array(encoding.offsets).reshape(-1, 2)  # begin and end in characters
     learned = np.zeros(len(encoding.ids), bool)
-    each = len(stretches) // sum(message["role"] == "assistant" for message in messages)
-    for begin, end in stretches[-answers * max(each, 1) :]:
-        learned |= (start < end) & (stop > begin)
+    # A template may mark several stretches of one answer.
+    all_answers = sum(message["role"] == "assistant" for message in messages)
+    stretches_per_answer = max(1, len(stretches) // all_answers)
+    for begin, end in stretches[-answers * stretches_per_answer :]:
+        not_empty = offsets[:, 0] < offsets[:, 1]
+        learned |= not_empty & (offsets[:, 0] < end) & (offsets[:, 1] > begin)
     return np.array(encoding.ids, np.uint32), learned
 
 
 def chat_rows(row: dict[str, Any], tokenizer: Any, max_length: int) -> Iterator[tuple]:
-    """A conversation as a row (tokens, learned, bytes, note), cut to max_length."""
+    """A conversation as a row (tokens, learned, bytes, note), cut to max_length.
+
+    Raises:
+        ValueError: why the conversation is left out.
+    """
     markers = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
-    messages, answers = common.read_conversation(row)
+    messages, answers = read_conversation(row)
     for message in messages:
-        forged = markers.difference(INSIDE if message["role"] == "assistant" else [])
-        if any(marker in message["role"] + message["content"] for marker in forged):
+        # Whoever spells out a special token could forge a turn.
+        allowed = INSIDE if message["role"] == "assistant" else []
+        text = message["role"] + message["content"]
+        if any(marker in text for marker in markers.difference(allowed)):
             raise ValueError("spell out a special token")
     ids, learned = encode(tokenizer, messages, answers)
     if not learned[1 : max_length + 1].any():
@@ -211,138 +365,374 @@ def chat_rows(row: dict[str, Any], tokenizer: Any, max_length: int) -> Iterator[
     yield ids[: max_length + 1], learned[: max_length + 1], 0.0, note
 
 
+def grow_vocabulary(directory: str, known_ids: int, vocabulary_size: int) -> str:
+    """The same model with new embeddings for the ids from `known_ids` to `vocabulary_size`.
+
+    One rank of a node makes it, in Hugging Face form beside the cached data; all read it then. New
+    rows are drawn from a normal distribution with the mean and covariance of the known ones: a new
+    token starts as likely as some other one, where zeros or fresh noise would shift the whole
+    softmax (Hewitt 2021, Initializing New Word Embeddings for Pretrained Language Models;
+    transformers scales the covariance by 1e-9, which leaves all new rows alike).
+    """
+    if vocabulary_size == known_ids:
+        return directory
+    stamps = [file.stat().st_mtime_ns for file in sorted(Path(directory).glob("*.safetensors"))]
+    key = common.fingerprint(str(Path(directory).resolve()), stamps, known_ids, vocabulary_size)
+    grown = Path(datasets.config.HF_DATASETS_CACHE) / f"grown-{key}"
+    with common.prepare_in_turn():
+        if grown.exists():
+            return str(grown)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        if known_ids > model.config.vocab_size:
+            ids = f"--tokenizer has {known_ids} ids"
+            common.refuse(f"{ids}, {directory} only {model.config.vocab_size}")
+        rows = max(model.config.vocab_size, math.ceil(vocabulary_size / 64) * 64)
+        model.resize_token_embeddings(rows, mean_resizing=False)
+        generator = torch.Generator().manual_seed(0)
+        for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
+            weight = embeddings.weight.data  # [rows, width]; one and the same where they are tied
+            mean = weight[:known_ids].mean(0)
+            noise = torch.randn(rows - known_ids, known_ids, generator=generator)
+            weight[known_ids:] = mean + noise @ (weight[:known_ids] - mean) / known_ids**0.5
+        temporary = grown.with_suffix(".tmp")
+        model.save_pretrained(temporary)
+        temporary.rename(grown)
+    return str(grown)
+
+
 # --- Model ----------------------------------------------------------------------------------------
+# This section knows nothing of ranks: it is an ordinary model that returns its loss.
 
-SHAPES = {  # hidden size, feed-forward size, blocks, attention heads, rotary base, initial std
-    "tiny": (192, 640, 2, 4, 1e4, 0.07),
-    "qwen2-0.5b": (896, 4864, 24, 14, 1e6, 0.02),
+SHAPES = {
+    "tiny": {
+        "hidden_size": 192,
+        "intermediate_size": 640,  # of the feed-forward network
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "initializer_range": 0.07,
+    },
+    "qwen2-0.5b": {
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "initializer_range": 0.02,
+    },
 }
-CHUNK_LOGITS = 2**26  # that the loss computes at a time: 256 MiB in fp32
-# By selective activation checkpointing; the cheap rest of a block is computed again.
-KINDS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
-KEPT = [getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default for kind in KINDS]
-KEPT += [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-KEPT += [torch.ops.torch_attn._varlen_attn.default]  # attention within documents, on CUDA
-# Collectives inside a block, as tensor and context parallelism have: here they are around it.
-COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
-KEPT += [getattr(torch.ops._c10d_functional, kind).default for kind in COLLECTIVES]
+
+# The loss computes so many logits at a time: 256 MiB in fp32.
+CHUNK_LOGITS = 2**26
+
+# Selective activation checkpointing keeps what these operators return, the expensive part of a
+# block, and computes the cheap rest again in backward.
+KEPT = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,  # attention within documents, on CUDA
+    # Tensor and context parallelism have collectives inside a block.
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
+]
 
 
-def architecture(config: Config, vocabulary: int) -> PreTrainedConfig:
-    """The model's shape: built here, or read from the config.json that --model names."""
-    if config.model not in SHAPES:
-        return common.read_architecture(config.model, vocabulary, config.max_length)
-    hidden, feed_forward, blocks, heads, rotary_base, initial_std = SHAPES[config.model]
-    return Qwen2Config(
-        vocab_size=math.ceil(vocabulary / 64) * 64,  # a multiple of 64 keeps matmuls fast
-        hidden_size=hidden, intermediate_size=feed_forward, num_hidden_layers=blocks,
-        num_attention_heads=heads, initializer_range=initial_std, tie_word_embeddings=True,
-        num_key_value_heads=2, rope_parameters={"rope_type": "default", "rope_theta": rotary_base},
-    )  # fmt: skip
+def build_model_config(
+    config: Config, vocabulary_size: int, eos_token_id: int | None
+) -> PreTrainedConfig:
+    """The model's architecture: built here, or read from the config.json that --model names."""
+    if config.model in SHAPES:
+        model_config = Qwen2Config(
+            vocab_size=math.ceil(vocabulary_size / 64) * 64,  # keeps the head's products fast
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            **SHAPES[config.model],
+        )
+    else:
+        model_config = common.read_model_config(config.model, vocabulary_size, config.max_length)
+    model_config.eos_token_id = eos_token_id  # where generation stops
+    # The embedding of a pad token would never be trained, so the model is told of none.
+    model_config.pad_token_id = None
+    model_config.bos_token_id = None
+    return model_config
 
 
-def summed_loss(self: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: Any):
-    """The model's forward: cross entropy summed over all labels but those of -100, in fp32.
+def summed_cross_entropy(
+    hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor
+) -> torch.Tensor:
+    """Cross entropy summed over all labels but those of -100, in fp32.
 
     The logits of a whole micro-batch, [tokens, vocabulary], would be its largest tensor by far.
-    Here they exist a chunk at a time, and inside the root's forward, where a sharded head is whole.
-    (F.linear_cross_entropy would do, but returns the sum of bf16 inputs in bf16: 0.4 % off.)
-    In bf16 the chunks' gradients of the head add up in bf16, within a micro-batch.
+    Here they exist a chunk at a time. (F.linear_cross_entropy would do, but returns the sum of bf16
+    inputs in bf16: 0.4 % off.) In bf16 the chunks' gradients of the head add up in bf16.
+
+    Args:
+        hidden: [tokens, hidden size], what the decoder returns.
+        head: the output embedding, weight [vocabulary, hidden size].
+        labels: int64 [tokens], each the token to predict.
     """
-    hidden = self.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs).last_hidden_state
-    learned = labels.flatten() != -100  # only these positions go through the head
-    hidden, labels = hidden.flatten(0, 1)[learned], labels.flatten()[learned]
-    head = self.get_output_embeddings()
 
     def chunk_loss(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = nn.functional.linear(hidden, head.weight, head.bias).float()  # [chunk, vocabulary]
-        return nn.functional.cross_entropy(logits, labels, reduction="sum")
+        logits = nn.functional.linear(hidden, head.weight, head.bias)  # [chunk, vocabulary]
+        return nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
 
-    tokens = max(1, CHUNK_LOGITS // head.weight.shape[0])
-    chunks = [*zip(hidden.split(tokens), labels.split(tokens))]
-    if len(chunks) == 1:  # few enough to keep, rather than to compute again in backward
-        return chunk_loss(*chunks[0])
+    chunk_size = max(1, CHUNK_LOGITS // head.weight.shape[0])  # tokens
+    if len(labels) <= chunk_size:
+        return chunk_loss(hidden, labels)
+    # Backward computes the logits of a chunk again, rather than to keep those of all.
+    chunks = zip(hidden.split(chunk_size), labels.split(chunk_size))
     return sum(checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks)
 
 
-def initialize(modules: Iterable[nn.Module], names: dict, model: nn.Module, device: torch.device):
-    """Give memory and initial weights to modules that were built on the meta device.
+def forward_with_loss(
+    self: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: Any
+) -> torch.Tensor:
+    """The forward of a transformers model: the summed loss of a micro-batch.
 
-    A module's numbers depend on `names[module]` (seed and name) and the kind of device alone, so
-    every strategy and world size starts from the same model.
+    NOTE: the loss belongs inside the root's forward. FSDP gathers the parameters of a module for
+    its forward alone, and the head is one of the root's.
+
+    Args:
+        input_ids, labels: int64 [rows, length]; labels are shifted already.
+        kwargs: the other keys of a micro-batch, see `common.Batches.collate`.
     """
-    for module in reversed([module for module in modules if module in names]):  # children first
-        module.to_empty(device=device, recurse=False)
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            for tensor in filter(torch.is_floating_point, own):
-                tensor.fill_(math.nan)
-            torch.manual_seed(zlib.crc32(names[module].encode()))
-            model._init_weights(module)  # rebuilds rotary buffers too: to_empty left garbage
-        if any(tensor.isnan().any() for tensor in own):
-            raise ValueError(f"transformers leaves {names[module]} uninitialized")
+    output = self.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs)
+    hidden = output.last_hidden_state.flatten(0, 1)  # [tokens, hidden size]
+    labels = labels.flatten()
+    learned = labels != common.IGNORED  # only these positions go through the head
+    return summed_cross_entropy(hidden[learned], self.get_output_embeddings(), labels[learned])
 
 
-def build_model(config: Config, shape: PreTrainedConfig, device: torch.device):
-    """Returns the model, ready to train, and the names of the parameters with weight decay.
+def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
+    """The model on the meta device: it has shapes, but no memory and no numbers yet.
 
-    The order matters: patch, checkpoint activations, compile, wrap or shard. The compiler must see
-    the checkpointing (around a compiled block, both would recompute), but not DDP or FSDP.
+    NOTE: the order matters. First activation checkpointing, then compile: around a compiled block,
+    both would compute it again. Then DDP or FSDP, which the compiler should not see.
     """
     AttentionInterface.register("documents", common.document_attention)
-    with torch.device("meta"):  # shapes only, no memory yet
-        options = {"dtype": torch.float32, "attn_implementation": "documents"}
-        model = AutoModelForCausalLM.from_config(shape, **options)
-    names = {module: f"{config.seed} {name}" for name, module in model.named_modules()}
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-    blocks = next(each for each in lists if type(each[0]).__name__ in model._no_split_modules)
-    model.forward = partial(summed_loss, model)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            model_config, dtype=torch.float32, attn_implementation="documents"
+        )
+    model.forward = partial(forward_with_loss, model)
+    # Initial weights depend on seed and module alone, so that every strategy and every world size
+    # starts from the same model. See `initialize`.
+    for name, module in model.named_modules():
+        module.seed_text = f"{config.seed} {name}"
+    checkpoint_activations(transformer_blocks(model), config.activation_checkpointing)
+    if config.compile:
+        compile_blocks(transformer_blocks(model), config)
+    return model
 
-    mode = config.activation_checkpointing
-    fraction = float({"none": 0, "full": 1, "selective": 1}.get(mode, mode))
-    kept = partial(create_selective_checkpoint_contexts, KEPT)
-    options = {"context_fn": kept} if mode == "selective" else {}
-    # A graph for each row length, in training and in validation. Padded to no multiple, lengths are
-    # too many: then the compiler is to find one graph for all.
-    static = config.pad_to_multiple_of > 1 or config.batching == "packed"
-    torch._dynamo.config.recompile_limit = 8 + 2 * config.max_length // config.pad_to_multiple_of
+
+def transformer_blocks(model: nn.Module) -> nn.ModuleList:
+    """The list of the model's blocks, which transformers knows as the modules not to split."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            # With activation checkpointing the block is inside of the list's first module.
+            names = {type(inner).__name__ for inner in module[0].modules()}
+            if not names.isdisjoint(model._no_split_modules):
+                return module
+    raise ValueError(f"{type(model).__name__} has no list of transformer blocks")
+
+
+def checkpoint_activations(blocks: nn.ModuleList, mode: str) -> None:
+    """Have blocks computed again in backward, so that their activations need not be kept.
+
+    `full` keeps a block's input alone; `selective` also what the operators of KEPT return; a
+    fraction does the same as `full` for this part of the blocks.
+    """
+    if mode == "none":
+        return
+    wrap, fraction = checkpoint_wrapper, 1.0
+    if mode == "selective":
+        keep = partial(create_selective_checkpoint_contexts, KEPT)
+        wrap = partial(checkpoint_wrapper, context_fn=keep)
+    elif mode != "full":
+        fraction = float(mode)
     for i, block in enumerate(blocks):
-        if int((i + 1) * fraction) > int(i * fraction):  # a fraction, spread over the depth
-            blocks[i] = checkpoint_wrapper(block, **options)
-        if config.compile:
-            blocks[i].compile(dynamic=False if static else None)
+        # The blocks at which the running sum of fractions reaches a whole number: they are spread
+        # over the depth. 0.5 takes every second one, 0.25 every fourth.
+        if int((i + 1) * fraction) > int(i * fraction):
+            blocks[i] = wrap(block)
 
-    sizes = (config.dp_replicate, dist.get_world_size() // config.dp_replicate)  # groups, shards
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("replicate", "shard"))
-    sharding: dict[str, Any] = {"mesh": mesh if config.dp_replicate > 1 else mesh["shard"]}
 
+def compile_blocks(blocks: nn.ModuleList, config: Config) -> None:
+    """Compile each block on its own: all are alike, so a graph is compiled once and used by all."""
+    # With few row lengths there is a graph for each, in training and in validation. Padded to no
+    # multiple, lengths are too many: then the compiler is to find one graph for all.
+    few_lengths = config.pad_to_multiple_of > 1 or config.batching == "packed"
+    lengths = config.max_length // config.pad_to_multiple_of
+    torch._dynamo.config.recompile_limit = 8 + 2 * lengths
+    for block in blocks:
+        block.compile(dynamic=False if few_lengths else None)
+
+
+def modules_outside_blocks(model: nn.Module) -> list[nn.Module]:
+    """The embedding, the last norm, the head, and the modules that hold them."""
+    inside = set(transformer_blocks(model).modules())
+    return [module for module in model.modules() if module not in inside]
+
+
+def initialize(modules: Iterable[nn.Module], model: nn.Module, device: torch.device) -> None:
+    """Give memory and initial weights to modules of `model` that are on the meta device."""
+    for module in reversed(list(modules)):  # children first
+        if not hasattr(module, "seed_text"):
+            continue  # a wrapper of activation checkpointing, which has no weights of its own
+        module.to_empty(device=device, recurse=False)
+        tensors = list(module.parameters(recurse=False)) + list(module.buffers(recurse=False))
+        floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+        cuda_devices = [device] if device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(cuda_devices):
+            for tensor in floating:
+                tensor.fill_(math.nan)
+            torch.manual_seed(zlib.crc32(module.seed_text.encode()))
+            # NOTE: this rebuilds the rotary frequencies too. They are a buffer that is in no
+            # checkpoint, and `to_empty` has left garbage there.
+            model._init_weights(module)
+        if any(tensor.isnan().any() for tensor in floating):
+            raise ValueError(f"transformers leaves {module.seed_text} uninitialized")
+
+
+def weight_decay_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that decay: matrices, but not embeddings."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    decayed = {n for n, p in model.named_parameters() if p.ndim > 1 and p not in embeddings}
-    in_blocks = {module for block in blocks for module in block.modules()}
-    initialize([m for m in model.modules() if m not in in_blocks], names, model, device)
-    if shape.tie_word_embeddings:
-        model.tie_weights()  # giving memory to each module on its own has untied them
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim > 1 and parameter not in embeddings
+    }
 
-    if config.precision == "bf16":  # all that a block computes; shards, and so AdamW, stay fp32
-        sharding["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32)
+
+# --- Strategy -------------------------------------------------------------------------------------
+
+
+def data_parallel_rank_and_size(config: Config) -> tuple[int, int]:
+    """Which part of each global batch this rank trains on, of how many: each rank has its own."""
+    return dist.get_rank(), dist.get_world_size()
+
+
+def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    """Shard the model over the ranks, and give the shards memory and initial weights.
+
+    `fully_shard` turns the parameters of a module into DTensors, of which a rank keeps its rows. It
+    also installs hooks around the module: an all-gather makes the parameters whole before forward,
+    they are freed after it, another all-gather before backward, and after that a reduce-scatter
+    leaves each rank the averaged gradient of its rows.
+    """
+    # The ranks of a row of the mesh share one copy of the model, in shards. Those of a column hold
+    # the same shard, each of its row's copy (--dp_replicate, one row by default).
+    shards = dist.get_world_size() // config.dp_replicate
+    mesh = init_device_mesh(
+        device.type, (config.dp_replicate, shards), mesh_dim_names=("replicate", "shard")
+    )
+    precision = MixedPrecisionPolicy()
+    if config.precision == "bf16":
+        # Parameters are cast as they are gathered, so all of a block computes in bf16. The shards
+        # stay fp32, and so does all that AdamW does.
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = OffloadPolicy()
     if config.cpu_offload:
-        sharding["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    for block in blocks:  # one at a time: here no rank holds more than one whole block
-        initialize(block.modules(), names, model, device)
-        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **sharding)
-    # The rest is one group, for tied embeddings must share a group. It stays whole after forward,
-    # since backward begins with it.
-    fully_shard(model, reshard_after_forward=False, **sharding)
-    return model, decayed
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    shard = partial(
+        fully_shard,
+        mesh=mesh if config.dp_replicate > 1 else mesh["shard"],
+        mp_policy=precision,
+        offload_policy=offload,
+    )
+
+    initialize(modules_outside_blocks(model), model, device)
+    if model.config.tie_word_embeddings:
+        model.tie_weights()  # giving memory to each module on its own has untied them
+    # Blocks come before the root, since a module takes the parameters that no module inside of it
+    # has taken. With the root alone, all parameters would be gathered at once.
+    for block in transformer_blocks(model):
+        # One at a time, so that no rank ever holds more than one whole block.
+        initialize(block.modules(), model, device)
+        shard(block, reshard_after_forward=config.reshard_after_forward)
+    # The root has the rest, in one group, for tied embeddings must share a group. It stays whole
+    # after forward, since backward begins with it.
+    shard(model, reshard_after_forward=False)
+    return model
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """This rank's part of the parameters: DTensors under their own names.
+
+    NOTE: an optimizer is built of these, so after `parallelize`. One that was built before would
+    hold the whole parameters that the model no longer uses.
+    """
+    return list(model.named_parameters())
+
+
+def forward_backward(
+    model: nn.Module, batch: common.GlobalBatch, config: Config, device: torch.device
+) -> torch.Tensor:
+    """Forward and backward of all micro-batches of a step; returns their summed loss, of all ranks.
+
+    Gradients of all but the last micro-batch are kept whole on each rank, and the sum is reduced
+    once: less communication, but the memory of a whole model's gradients.
+    """
+    # The loss of a step is a sum over labels divided by the labels of the whole global batch. A
+    # mean of the micro-batches' means would weigh the tokens of short ones more.
+    # The reduce-scatter averages over the ranks, hence times the ranks.
+    scale = dist.get_world_size() / batch.num_labels
+    total_loss = torch.zeros((), device=device)
+    for i, micro_batch in enumerate(batch.micro_batches):
+        last = i == len(batch.micro_batches) - 1
+        model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
+        # For hybrid sharding alone: replicas all-reduce what is summed up in shards until then.
+        model.set_requires_all_reduce(last)
+        # What is not freed after backward stays whole for the next micro-batch.
+        model.set_reshard_after_backward(last or config.reshard_after_forward)
+        loss = model(**common.to_device(micro_batch, device))  # all-gathers
+        (loss * scale).backward()  # all-gathers and, if gradients are to sync, reduce-scatters
+        total_loss += loss.detach()
+    dist.all_reduce(total_loss)
+    return total_loss
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Clip the gradients to a norm of at most `max_norm`; returns the norm before."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    # NOTE: the norm is a DTensor too, and its local value may cover this rank's shards alone.
+    return norm.full_tensor()  # a collective: every rank must call it
+
+
+@torch.no_grad()
+def validation_loss(
+    model: nn.Module, micro_batches: Iterable[dict], config: Config, device: torch.device
+) -> torch.Tensor:
+    """Float64 [2]: the summed loss of the micro-batches of all ranks, and how many labels."""
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+    for micro_batch in micro_batches:
+        micro_batch = common.to_device(micro_batch, device)
+        total[0] += model(**micro_batch)  # all-gathers: all ranks have equally many micro-batches
+        total[1] += (micro_batch["labels"] >= 0).sum()
+    dist.all_reduce(total)
+    return total
 
 
 # --- Optimizer and schedule -----------------------------------------------------------------------
+
+
 def build_optimizer(model: nn.Module, decayed: set[str], config: Config) -> torch.optim.AdamW:
     """AdamW on the parameters as this rank holds them."""
-    parameters = list(model.named_parameters())
+    parameters = named_parameters(model)
     groups = [
-        {"params": [p for n, p in parameters if n in decayed], "weight_decay": config.weight_decay},
-        {"params": [p for n, p in parameters if n not in decayed], "weight_decay": 0.0},
+        {
+            "params": [parameter for name, parameter in parameters if name in decayed],
+            "weight_decay": config.weight_decay,
+        },
+        {
+            "params": [parameter for name, parameter in parameters if name not in decayed],
+            "weight_decay": 0.0,
+        },
     ]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
 
@@ -359,173 +749,229 @@ def learning_rate_at(step: int, config: Config) -> float:
 # --- Checkpoints ----------------------------------------------------------------------------------
 
 CUDA = torch.cuda.is_available()
-# Copies to (pinned) CPU memory.
-STAGER = dcp.staging.DefaultStager(dcp.staging.StagingOptions(CUDA, False, False, CUDA))
+# Copies a state dict to CPU memory. NOTE: it uses the same memory each time, so a copy is good
+# until the next one; `common.Checkpoints` waits for a write before it asks for the next.
+STAGER = dcp.staging.DefaultStager(
+    dcp.staging.StagingOptions(
+        use_pinned_memory=CUDA,
+        use_shared_memory=False,
+        use_async_staging=False,
+        use_non_blocking_copy=CUDA,
+    )
+)
 
 
 class State(dcp.stateful.Stateful):
-    """Model and optimizer as one object that DCP can ask and fill.
+    """Model and optimizer as one object that DCP, torch.distributed.checkpoint, can ask and fill.
 
     Tensors go by the model's own parameter names and whole shapes, whatever the strategy: so any
     script at any world size can load what another one saved.
     """
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self.model, self.optimizer = model, optimizer
+        self.model = model
+        self.optimizer = optimizer
 
     def state_dict(self) -> dict[str, Any]:
-        # optimizer.state_dict() would be empty before the first step, with nothing for a load to
-        # fill; this makes moments then, by a step with a learning rate of 0.
+        # NOTE: optimizer.state_dict() would be empty before the first step, with nothing for a load
+        # to fill. This makes the moments then, by a step with a learning rate of 0.
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        trees = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
-        set_state_dict(self.model, self.optimizer, **trees)
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optimizer"],
+        )
 
 
-def save_checkpoint(state: State, config: Config, group: dist.ProcessGroup) -> Callable:
-    """Returns what writes this moment's state, each rank its part; a thread may call it.
+def save_checkpoint(
+    state: State,
+    model_config: PreTrainedConfig,
+    tokenizer: Any,
+    config: Config,
+    group: dist.ProcessGroup,
+) -> Callable[[Path], None]:
+    """Returns what writes this moment's state to a directory, each rank its part.
 
-    `stateful` is one tree of everything; `separate` is a tree for the model, one for the optimizer.
+    `common.Checkpoints` calls it in a thread of its own, with a group of its own: training may go
+    on meanwhile, and its collectives must not mix with those of the write.
     """
-    trees = state.state_dict()  # DCP would ask `state` itself, but only once it writes
-    if config.checkpoint_style == "stateful":
-        trees = {".": {"app": trees}}
-    if config.async_checkpoint:  # a copy in CPU memory, as training goes on
-        trees = STAGER.stage(trees)
+    state_dict = state.state_dict()
+    if config.async_checkpoint:
+        state_dict = STAGER.stage(state_dict)  # training is about to change the original
 
     def write(directory: Path) -> None:
-        for name, tree in trees.items():
-            dcp.save(tree, checkpoint_id=directory / name, process_group=group)
+        if dist.get_rank() == 0:
+            model_config.save_pretrained(directory / "hf")
+            tokenizer.save_pretrained(directory / "hf")
+        if config.checkpoint_style == "stateful":
+            dcp.save({"app": state_dict}, checkpoint_id=directory, process_group=group)
+        else:
+            for name, part in state_dict.items():
+                dcp.save(part, checkpoint_id=directory / name, process_group=group)
 
     return write
 
 
 def load_checkpoint(state: State, config: Config, directory: Path) -> None:
     """Each rank reads what it keeps, into the tensors of the state that it has now."""
+    groups = state.optimizer.param_groups
+    given = [{key: group[key] for key in group if key != "params"} for group in groups]
     if (directory / "model").is_dir():
-        trees = state.state_dict()
-        for name, tree in trees.items():
-            dcp.load(tree, checkpoint_id=directory / name)
-        state.load_state_dict(trees)
+        state_dict = state.state_dict()
+        for name, part in state_dict.items():
+            dcp.load(part, checkpoint_id=directory / name)
+        state.load_state_dict(state_dict)
     else:
         dcp.load({"app": state}, checkpoint_id=directory)
-    # Hyper-parameters come with the moments, but the flag may have changed since.
-    state.optimizer.param_groups[0]["weight_decay"] = config.weight_decay
+    # Hyper-parameters come with the moments, but those of the flags hold: they may have changed.
+    for group, hyper_parameters in zip(state.optimizer.param_groups, given):
+        group.update(hyper_parameters)
 
 
 # --- Training -------------------------------------------------------------------------------------
-def add_gradients(model: nn.Module, micro_batch: dict, scale: float, last: bool, config: Config):
-    """Forward and backward of one micro-batch; returns its summed loss.
-
-    Gradients of all but the last micro-batch are kept whole on each rank, and the sum is reduced
-    once: less communication, but the memory of a whole model's gradients.
-    """
-    model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
-    model.set_requires_all_reduce(last)  # between replicas, of what is summed in shards until then
-    model.set_reshard_after_backward(last or config.reshard_after_forward)  # else stay whole
-    loss = model(**micro_batch)
-    (loss * scale).backward()
-    return loss.detach()
-
-
-def clip_gradients(model: nn.Module, largest: float) -> torch.Tensor:
-    """Clip to the norm `largest`; returns the norm before, of the whole gradient."""
-    # The norm is a DTensor: its local value may cover this rank's shards alone.
-    return nn.utils.clip_grad_norm_(model.parameters(), largest).full_tensor()
 
 
 def train_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any, config: Config,
-    device: torch.device, learning_rate: float,
-) -> tuple[float, float]:  # fmt: skip
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: common.GlobalBatch,
+    learning_rate: float,
+    config: Config,
+    device: torch.device,
+) -> tuple[float, float]:
     """One optimizer step; returns the mean loss over the global batch and the gradient norm."""
-    # The loss is a sum over labels divided by the labels of the whole global batch. A mean of
-    # means would weigh tokens of short micro-batches more. Times the ranks, as gradients are
-    # averaged over them.
-    scale = dist.get_world_size() / batch.labels
-    summed = torch.zeros((), device=device)
-    for i, micro_batch in enumerate(batch.micro_batches):
-        last = i == len(batch.micro_batches) - 1
-        summed += add_gradients(model, common.to_device(micro_batch, device), scale, last, config)
+    total_loss = forward_backward(model, batch, config, device)
+    grad_norm = clip_gradients(model, config.grad_clip or math.inf)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    grad_norm = clip_gradients(model, config.grad_clip or math.inf).item()
-    dist.all_reduce(summed)
     optimizer.step()
     optimizer.zero_grad()
-    return summed.item() / batch.labels, grad_norm
+    # Reading a number waits for the GPU, so it comes last.
+    return total_loss.item() / batch.num_labels, grad_norm.item()
 
 
 # --- Validation -----------------------------------------------------------------------------------
-@torch.no_grad()
-def evaluate(model: nn.Module, batches: common.Batches, config: Config, device: torch.device):
+
+
+def evaluate(
+    model: nn.Module, validation: common.Batches, config: Config, device: torch.device
+) -> float:
     """Mean loss per label, in nats, over the same micro-batches whatever the world size."""
+    micro_batches = validation.evaluation(config.eval_batches, *data_parallel_rank_and_size(config))
     model.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, labels
-    for micro_batch in batches.evaluation(config.eval_batches, *share_of_data(config)):
-        micro_batch = common.to_device(micro_batch, device)
-        total[0] += model(**micro_batch)
-        total[1] += (micro_batch["labels"] >= 0).sum()
+    total = validation_loss(model, micro_batches, config, device)
     model.train()
-    dist.all_reduce(total)
     return (total[0] / total[1]).item()
 
 
 # --- Main -----------------------------------------------------------------------------------------
+
+
 def main() -> None:
     config = common.parse_config(Config)
-    # What may take long comes before the ranks meet: the first one of a node does it, the others
-    # find it in the cache.
-    tokenizer, known = chat_tokenizer(config.tokenizer)
-    if config.init_from:  # embeddings for what the template adds
-        config.init_from = common.grow_vocabulary(config.init_from, known, len(tokenizer))
+
+    # Preparing data may take long, so it comes before the ranks meet and wait for each other: the
+    # first rank of a node does it, the others find it in the cache.
+    tokenizer, known_ids = chat_tokenizer(config.tokenizer)
+    if config.init_from:
+        # The tokens of the template may be new to the model: it needs embeddings for them.
+        config.init_from = grow_vocabulary(config.init_from, known_ids, len(tokenizer))
         config.model = config.init_from
-    place = config.dataset, config.dataset_config, config.dataset_split, common.CONVERSATIONS
-    rows = common.load_rows(*place, chat_rows, tokenizer, config.max_length)
-    plan = config.batching, config.max_length, config.micro_batch_tokens, config.pad_to_multiple_of
-    batches_of = partial(common.Batches, rows, *plan, tokenizer.eos_token_id, config.seed)
-    training, validation = map(batches_of, rows.split())
-    shape = architecture(config, len(tokenizer))
+    rows = common.load_rows(
+        config.dataset,
+        config.dataset_config,
+        config.dataset_split,
+        columns=CONVERSATIONS,
+        function=chat_rows,
+        tokenizer=tokenizer,
+        max_length=config.max_length,
+    )
+    training_rows, validation_rows = rows.split()
+    training, validation = (
+        common.Batches(
+            part.lengths,
+            part.num_labels,
+            part.read,
+            batching=config.batching,
+            max_length=config.max_length,
+            micro_batch_tokens=config.micro_batch_tokens,
+            pad_to_multiple_of=config.pad_to_multiple_of,
+            padding_id=tokenizer.eos_token_id,
+            seed=config.seed,
+        )
+        for part in (training_rows, validation_rows)
+    )
+    model_config = build_model_config(config, len(tokenizer), tokenizer.eos_token_id)
     if config.steps == 0:
-        return print("the data is prepared")
+        print("the data is prepared")
+        return
 
     device = init_process_group(config)
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    run = common.Run(vars(config), shape, device, rank, ranks)
-    checkpoints = common.Checkpoints(run, shape, tokenizer, rows, config.keep_checkpoints)
-    for note in filter(None, rows.notes):
-        run.say(f"{rows.notes[note]:,} conversations are {note}")
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    contents = common.describe_contents(model_config, tokenizer, rows)
+    run = common.Run(vars(config), model_config, contents, device, rank, world_size)
+    for note, count in rows.notes.items():
+        if note:
+            run.say(f"{count:,} conversations are {note}")
+    checkpoints = common.Checkpoints(
+        run.directory / "checkpoints",
+        keep=config.keep_checkpoints,
+        facts=run.facts,
+        rank=rank,
+        world_size=world_size,
+        timeout=run.timeout,
+    )
+    # Where the run goes on from, if there is something: every rank checks a part of its files.
     resumed, progress = checkpoints.find(config.resume)
-    model, decayed = build_model(config, shape, device)
+
+    model = build_model(config, model_config)
+    decayed = weight_decay_names(model)
+    model = parallelize(model, config, device)
     optimizer = build_optimizer(model, decayed, config)
     state = State(model, optimizer)
     if resumed:
         load_checkpoint(state, config, resumed)
     elif config.init_from:
         common.load_weights(model, config.init_from)
-    save = partial(save_checkpoint, state, config, checkpoints.group)
+    save = partial(save_checkpoint, state, model_config, tokenizer, config, checkpoints.group)
 
     run.begin(resumed, progress["step"])
-    number = config.global_batch_tokens // config.micro_batch_tokens
-    # The step is the position in the data.
-    batches = training.stream(progress["step"], config.steps, number, *share_of_data(config))
+    # The position in the data is the step number: nothing else of it has to be saved.
+    batches = training.stream(
+        progress["step"],
+        config.steps,
+        config.global_batch_tokens // config.micro_batch_tokens,
+        *data_parallel_rank_and_size(config),
+    )
+    labels_per_byte = validation_rows.labels_per_byte(
+        validation.evaluation_rows(config.eval_batches)
+    )
     for step in range(progress["step"] + 1, config.steps + 1):
         started = time.perf_counter()
         batch = next(batches)
-        waited = time.perf_counter() - started
-        torch.manual_seed(config.seed + step * ranks + rank)  # of dropout
+        data_seconds = time.perf_counter() - started
+        torch.manual_seed(config.seed + step * world_size + rank)  # of dropout
         learning_rate = learning_rate_at(step, config)
-        loss, grad_norm = train_step(model, optimizer, batch, config, device, learning_rate)
-        progress = {"step": step, "tokens": progress["tokens"] + batch.labels}
-        measured = {"loss": loss, "grad_norm": grad_norm, "learning_rate": learning_rate}
-        seconds = {"data_seconds": waited, "step_seconds": time.perf_counter() - started}
-        run.log_step(batch, **progress, **measured, **seconds)
+        loss, grad_norm = train_step(model, optimizer, batch, learning_rate, config, device)
+        progress = {"step": step, "tokens": progress["tokens"] + batch.num_labels}
+        run.log_step(
+            batch,
+            **progress,
+            loss=loss,
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            data_seconds=data_seconds,
+            step_seconds=time.perf_counter() - started,
+        )
         stopping = run.should_stop()  # a signal came to any rank
         if step % config.eval_every == 0 or step == config.steps:
             progress["validation_loss"] = evaluate(model, validation, config, device)
-            run.log_validation(step, progress["validation_loss"], validation, config.eval_batches)
+            run.log_validation(step, progress["validation_loss"], labels_per_byte)
         if step % config.checkpoint_every == 0 or step == config.steps or stopping:
             checkpoints.write(save, progress, config.async_checkpoint)
         if stopping:
@@ -537,8 +983,8 @@ def main() -> None:
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    following = f"README.md shows how to chat with {config.run_dir}/hf"
-    run.finish(progress["step"], checkpoints.last, validation.prompt(), following)
+    next_command = NEXT_COMMAND.format(run_dir=config.run_dir)
+    run.finish(progress["step"], checkpoints.last, validation_rows.prompt(), next_command)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,9 @@ def main() -> None:
     config = fsdp2_pretrain.Config()
     data = shared.load_data(fsdp2_pretrain, config)
     counts = np.full((len(data.tokenizer), len(data.tokenizer)), 0.1)
-    for row in data.training.chosen.tolist():
-        ids, _ = data.rows.read(row)
+    training_rows, validation_rows = data.rows.split()
+    for row in range(len(training_rows.lengths)):
+        ids, _ = training_rows.read(row)
         np.add.at(counts, (ids[:-1], ids[1:]), 1)
     nats = -np.log(counts / counts.sum(axis=1, keepdims=True))
     total = labels = 0
@@ -27,7 +28,8 @@ def main() -> None:
         kept = batch["labels"] != common.IGNORED
         total += nats[batch["input_ids"][kept].numpy(), batch["labels"][kept].numpy()].sum()
         labels += kept.sum().item()
-    bits = data.validation.bits_per_byte(total / labels, config.eval_batches)
+    read = data.validation.evaluation_rows(config.eval_batches)
+    bits = total / labels / np.log(2) * validation_rows.labels_per_byte(read)
     print(f"byte-bigram model: validation loss {total / labels:.4f}, {bits:.4f} bits per byte")
 
 

@@ -36,8 +36,15 @@ def main() -> None:
         )  # fmt: skip
         session = shared.Session(script, config)
         data = session.data
-        run = common.Run(vars(config), data.shape, device, rank, ranks)
-        checkpoints = common.Checkpoints(run, data.shape, data.tokenizer, data.rows, keep=1)
+        run = shared.make_run(config, data, device)
+        checkpoints = common.Checkpoints(
+            run.directory / "checkpoints",
+            keep=1,
+            facts=run.facts,
+            rank=rank,
+            world_size=ranks,
+            timeout=run.timeout,
+        )
         batches, step = [*session.batches(0, STEPS)], 0
 
         def seconds(kind: str) -> float:
@@ -46,7 +53,7 @@ def main() -> None:
             started = time.perf_counter()
             config.async_checkpoint = kind == "background"
             if kind != "none":
-                save = partial(script.save_checkpoint, session.state, config, checkpoints.group)
+                save = partial(session.save_checkpoint, checkpoints.group)
                 checkpoints.write(save, {"step": step}, config.async_checkpoint)
             for batch in batches:
                 session.train_step(batch, 1e-4)

@@ -123,9 +123,10 @@ def prepare_fine_tuning(folder: Path, steps: int) -> dict[str, Any]:
     flags = {"dataset": str(folder / "conversations.jsonl")}
     data = shared.load_data(fsdp2_sft, fsdp2_sft.Config(**flags))
     data.tokenizer.save_pretrained(folder / "weights")
-    usable = np.sort(data.training.chosen)  # a row each
+    training_rows, _ = data.rows.split()
+    usable = np.sort(training_rows.chosen)  # a row each
     (folder / "trained.jsonl").write_text("".join(lines[i] for i in usable))
-    learned = int(data.rows.labels[usable].sum())
+    learned = int(data.rows.num_labels[usable].sum())
     print(f"{len(usable)} conversations, {learned:,} tokens to learn")
     flags |= FLAGS | {"init_from": folder / "weights", "steps": steps}
     given = {

@@ -86,12 +86,12 @@ def script_steps(
     sys.argv = [f"{name}.py", *flags]
     session = shared.Session(script, common.parse_config(script.Config), kind=InTurn)
     training = session.data.training
-    more["learned"] = int(training.rows.labels[training.chosen].sum())
+    more["learned"] = int(training.num_labels.sum())
     padding = []
     for batch, loss in session.steps():
         padding.append(batch.padding_fraction)
         more["padding"] = sum(padding) / len(padding)
-        yield loss, batch.tokens
+        yield loss, batch.num_tokens
 
 
 def bare_steps(

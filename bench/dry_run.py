@@ -191,10 +191,10 @@ def fake_ranks(ranks: int, ranks_per_node: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def allocate(modules: Iterable[torch.nn.Module], names: dict, model: Any, device: torch.device):
+def allocate(modules: Iterable[torch.nn.Module], model: Any, device: torch.device) -> None:
     """In place of the scripts' `initialize`: shapes instead of numbers."""
     for module in modules:
-        if module in names:
+        if hasattr(module, "seed_text"):
             for name, parameter in module.named_parameters(recurse=False):
                 empty = torch.empty_like(parameter, device=device)
                 setattr(module, name, torch.nn.Parameter(empty))
@@ -312,16 +312,17 @@ class Report:
         return sum(size for kind, size in self.peak.items() if kind not in self.elsewhere)
 
 
-def observe(script: Any, config: Any, model: Any, decayed: Any, batch: Any, watch: Watch) -> tuple:
+def observe(
+    script: Any, config: Any, model: Any, optimizer: Any, batch: Any, watch: Watch
+) -> tuple[int, int, int]:
     """One optimizer step of the script under `watch`, its second; bytes of what the rank keeps.
 
     Returns:
         Those of parameters, gradients and moments. The first step makes the moments, and DDP's
         gradients views of its buckets, which they stay.
     """
-    optimizer = script.build_optimizer(model, decayed, config)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    script.train_step(model, optimizer, batch, config, CPU, 0.0)
+    script.train_step(model, optimizer, batch, 0.0, config, CPU)
     moments = [value for state in optimizer.state.values() for value in state.values()]
     for storage in list(watch.pieces):  # what else is there are DDP's buckets, and a few KiB
         watch.add(storage, "gradients")
@@ -333,7 +334,7 @@ def observe(script: Any, config: Any, model: Any, decayed: Any, batch: Any, watc
     optimizer.register_step_pre_hook(
         lambda *_: gradients.append(nbytes(p.grad for p in parameters if p.grad is not None))
     )
-    script.train_step(model, optimizer, batch, config, CPU, 0.0)
+    script.train_step(model, optimizer, batch, 0.0, config, CPU)
     return nbytes(parameters), gradients[0], nbytes(moments)
 
 
@@ -349,37 +350,41 @@ def batch_of(script: Any, config: Any) -> common.GlobalBatch:
 
     All tokens of a conversation are learned, which is the most that can be.
     """
-    _, shares = script.share_of_data(config)
+    _, data_parallel_size = script.data_parallel_rank_and_size(config)
     micro_batches = [
         {name: torch.zeros(rows_of(config), dtype=torch.int64) for name in ("input_ids", "labels")}
-        for _ in range(config.global_batch_tokens // config.micro_batch_tokens // shares)
+        for _ in range(
+            config.global_batch_tokens // config.micro_batch_tokens // data_parallel_size
+        )
     ]
-    return common.GlobalBatch(micro_batches, labels=1, tokens=1, attended=1, padding_fraction=0.0)
+    return common.GlobalBatch(
+        micro_batches, num_labels=1, num_tokens=1, squared_lengths=1, padding_fraction=0.0
+    )
 
 
-def shape_of(script: Any, config: Any, vocabulary: int) -> Any:
+def model_config_of(script: Any, config: Any, vocabulary: int) -> Any:
     """The script's architecture; fine-tuning adds the tokens of its template and a pad token."""
-    shape = script.architecture(config, vocabulary)
+    model_config = script.build_model_config(config, vocabulary, eos_token_id=None)
     if hasattr(script, "TEMPLATE"):
         needed = vocabulary + len(script.TURN + script.INSIDE) + 1
-        shape.vocab_size = max(shape.vocab_size, math.ceil(needed / 64) * 64)
-    return shape
+        model_config.vocab_size = max(model_config.vocab_size, math.ceil(needed / 64) * 64)
+    return model_config
 
 
 def dry_run(
     script: Any, config: Any, ranks_per_node: int, vocabulary: int, watch: Watch | None = None
 ) -> Report:
     """Build and train one step as rank 0 of `WORLD_SIZE`; nothing has numbers."""
-    ranks, shape = int(os.environ["WORLD_SIZE"]), shape_of(script, config, vocabulary)
+    ranks, shape = int(os.environ["WORLD_SIZE"]), model_config_of(script, config, vocabulary)
     fake, watch = FakeTensorMode(allow_non_fake_inputs=True), watch or Watch()
     watch.elsewhere = elsewhere(config)
     if config.batching == "packed":  # as one document: no kernel keeps the square of attention
         row = {"max_length": config.micro_batch_tokens, "pad_to_multiple_of": 1}
         config = dataclasses.replace(config, batching="bucketed", **row)
     with fake_ranks(ranks, ranks_per_node), adapted(script), fake, watch:
-        model, decayed = script.build_model(config, shape, CPU)
+        model, optimizer = shared.build(script, config, shape, CPU)
         batch = batch_of(script, config)
-        kept = observe(script, config, model, decayed, batch, watch)
+        kept = observe(script, config, model, optimizer, batch, watch)
     with torch.device("meta"):
         from transformers import AutoModelForCausalLM
 

@@ -56,7 +56,6 @@ class RandomRows:
     def __init__(self, ragged: bool, longest: int):
         drawn = np.random.default_rng(0).lognormal(6, 1, 20_000).astype(np.int64)
         self.lengths = np.clip(drawn, 16, longest) if ragged else np.full(20_000, longest)
-        self.labels = self.lengths
 
     def read(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         size = self.lengths[row] + 1
@@ -73,12 +72,20 @@ def measure(what: str) -> dict[str, Any]:
     config = script.Config(**BASE | flags | tokens)
     rows = RandomRows("ragged" in what, config.max_length)
     training = common.Batches(
-        rows, config.batching, config.max_length, config.micro_batch_tokens,
-        config.pad_to_multiple_of, 0, config.seed, np.arange(len(rows.lengths)),
-    )  # fmt: skip
-    shape = script.architecture(config, VOCABULARY)
-    session = Session(script, config, SimpleNamespace(training=training, shape=shape))
-    size, peak_flops = common.ModelSize(shape), PEAK and PEAK * ranks
+        rows.lengths,
+        rows.lengths,
+        rows.read,
+        batching=config.batching,
+        max_length=config.max_length,
+        micro_batch_tokens=config.micro_batch_tokens,
+        pad_to_multiple_of=config.pad_to_multiple_of,
+        padding_id=0,
+        seed=config.seed,
+    )
+    model_config = script.build_model_config(config, VOCABULARY, eos_token_id=None)
+    data = SimpleNamespace(training=training, model_config=model_config)
+    session = Session(script, config, data)
+    size, peak_flops = common.ModelSize(model_config), PEAK and PEAK * ranks
     shapes = {training.shape(training.micro_batch(k)): k for k in range(500 * config.compile)}
     for number in shapes.values():  # each is compiled before the clock runs
         micro_batch = training.collate(training.micro_batch(number))
@@ -92,7 +99,8 @@ def measure(what: str) -> dict[str, Any]:
             started = time.perf_counter()
         session.train_step(batch, 1e-4)  # returns numbers, so the GPU has ended the step
         if step >= WARM:
-            read, flops = read + batch.tokens, flops + size.flops(batch)
+            read += batch.num_tokens
+            flops += size.flops(batch)
     seconds = time.perf_counter() - started
     return {
         "tokens_per_second": read / seconds,

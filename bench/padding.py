@@ -27,8 +27,8 @@ PLANS = {
 def fill(batches: common.Batches) -> tuple[float, float]:
     """Padding of an epoch's positions, and how much of its token budget is filled."""
     plan = batches.plan(0)
-    tokens = batches.rows.lengths[batches.chosen].sum()
-    positions = sum(math.prod(batches.shape(batches.chosen[rows])) for rows in plan)
+    tokens = batches.lengths.sum()
+    positions = sum(math.prod(batches.shape(rows)) for rows in plan)
     return 1 - tokens / positions, tokens / (len(plan) * batches.micro_batch_tokens)
 
 

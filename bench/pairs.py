@@ -64,8 +64,8 @@ def table(folder: Path, data: Any, flags: dict[str, Any]) -> list[list[str]]:
         saved = moments(session)
         for style in STYLES:
             session.config.checkpoint_style = style
-            save = script.save_checkpoint(session.state, session.config, dist.group.WORLD)
-            save(folder / writer / style)
+            write = session.save_checkpoint(dist.group.WORLD)
+            write(folder / writer / style)
         losses = train(session, STEPS, 2 * STEPS)
         session.close()
         for style in STYLES:

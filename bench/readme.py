@@ -34,8 +34,9 @@ from shared import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [  # in hunks that only name things: they are left out if no reason has them
-    '"""Causal-LM', "What a rank keeps", "What moves in a step", "parameters whole. FSDP",
-    "Choose ", "torchrun --standalone", "`diff ", "import ", "run_dir: str", "following = ",
+    '"""Causal-LM', "What a rank keeps", "parameters whole. FSDP", "of its gradients, P(N-1)/N",
+    "The idea is ZeRO-3's", "Choose ", "torchrun --standalone", "import ", "run_dir: str",
+    "NEXT_COMMAND = ",
 ]  # fmt: skip
 LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
     ("ddp_pretrain", "fsdp1_pretrain"): [
@@ -51,7 +52,8 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             "Mixed precision moves from autocast into the wrapper: parameters are cast as they "
             "are gathered, so bf16 also halves what travels; and the residual stream is bf16 "
             "too, which autocast keeps in fp32.",
-            ["hybrid =", "units = set(blocks)", "auto_wrap_policy"],
+            ["Give the model memory", "FSDP1 wraps each block", "initialize(model.modules()",
+             "def wrap_policy", "auto_wrap_policy="],
         ),
         (
             "FSDP1 puts each block into a module of its own, whose name is taken out again, so "
@@ -60,19 +62,23 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
         ),
         (
             "Under `no_sync` both add up whole gradients without communication: DDP in its "
-            "buckets, FSDP1 in memory of their own beside its shards. In bf16 FSDP1 would also "
-            "add them up in bf16, so there every micro-batch is reduced.",
-            ["Gradients of all but the last", "if last else model.no_sync()"],
+            "buckets, FSDP1 in memory of their own beside its shards.",
+            ["are only added up", "The all-reduce averages", "reduce_every =", "model.no_sync()"],
         ),
         (
-            "A rank sees the gradient of its shards. FSDP1's own clipping adds up the squares "
-            "over the ranks; the plain function would clip by a part of the norm.",
+            "A rank sees the gradient of its shards, so clipping needs the squares of all ranks.",
             ["clip_grad_norm_"],
+        ),
+        (
+            "Every forward gathers parameters now, in validation too: a rank that ran one more "
+            "than its neighbours would wait for ever.",
+            ["all ranks have equally many"],
         ),
         (
             "DDP's gradients are views of its buckets as long as they are set to zero and not "
             "dropped: dropped, the next step would add them up beside the buckets. FSDP makes "
-            "its gradients anew, so there dropping them frees memory.",
+            "its gradients anew, so there dropping them frees memory. (It is the one line of the "
+            "training loop that a strategy changes.)",
             ["zero_grad("],
         ),
     ],
@@ -80,31 +86,31 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
         (
             "What was one enumeration are independent choices, and parameters can stay in CPU "
             "memory.",
-            ["reshard_after_forward: bool", "% self.dp_replicate"],
+            ["reshard_after_forward: bool", "dp_replicate: PositiveInt", "% self.dp_replicate"],
         ),
         (
             "Each script writes either style of checkpoint and reads both; by default, FSDP2 the "
             "other one.",
-            ["checkpoint_style: Literal"],
+            ['"separate",'],
         ),
         (
             "No wrapper and no callback: `fully_shard` is called on a block that the script has "
             "just given its parameters, and changes them into DTensors in place. So the script "
             "says in its own order what a unit is, and the rest (embedding, last norm, head) is "
             "the root's unit because it comes last. Replicas are a second dimension of the mesh.",
-            ["units = set(blocks)", "hybrid =", "sharding: dict", "fully_shard("],
+            ["`fully_shard` turns", "config.dp_replicate", "precision = MixedPrecisionPolicy()",
+             "for block in transformer_blocks"],
         ),
         (
             "The model is still itself: its parameters have their own names.",
-            ["list(model.named_parameters())"],
+            ["DTensors under their own names", "list(model.named_parameters())"],
         ),
         (
             "Whether to reduce is a property of the model, not a context around it, and whether to "
-            "free parameters after backward another one: they may stay whole for the next "
-            "micro-batch (FSDP1's `no_sync` implies that for `shard_grad_op`). Whole gradients are "
-            "kept in fp32 (the reduction's precision), so bf16 needs no exception. Replicas "
-            "all-reduce their shards once a step even if every micro-batch is reduced into these.",
-            ["Under bf16 they would add up", "set_requires_gradient_sync"],
+            "free parameters after backward another one (FSDP1's `no_sync` implies that for "
+            "`shard_grad_op`). Whole gradients are kept in fp32, the reduction's precision, so "
+            "bf16 needs no exception.",
+            ["reduce_every =", "set_requires_gradient_sync"],
         ),
         (
             "A DTensor knows that it is sharded, so the plain function computes the whole norm; "
@@ -114,80 +120,44 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
     ],
     ("fsdp2_pretrain", "fsdp2_tp_pretrain"): [
         (
-            "Ranks have two numbers now: which group they are in, and which place in it. A group "
-            "reads the same rows, so data and `--global_batch_tokens` are dealt over groups. "
-            "(Replicas and offloading are left out here. What torch 2.13 cannot compile of "
-            "DTensors is refused: rows cut unevenly gave wrong gradients, without a word, and a "
-            "block that is computed again as a whole failed.)",
-            ["tensor_parallel: PositiveInt", "% self.tensor_parallel", "n // config.tensor_"],
+            "How a block is cut, one layer a line, and which line is a collective. Ranks have two "
+            "numbers now: which group they are in, and which place in it. (Replicas and "
+            "offloading are left out here.)",
+            ["BLOCK_PLAN = {", "data is dealt over groups", "tensor_parallel: PositiveInt",
+             "% self.tensor_parallel", "must divide {world_size}", "torch 2.13 cannot",
+             "x {groups} ranks"],
         ),
         (
-            "How a block is cut. q, k, v, gate and up are cut by outputs (ColwiseParallel: columns "
-            "of A in xA; torch keeps A transposed), so each rank computes some heads and some of "
-            "the feed-forward's width, and needs whole rows for it; o and down are cut by inputs "
-            "(RowwiseParallel), so each rank has a summand of every output. "
-            "Adding them up with a reduce-scatter leaves each rank a part of the rows, and there "
-            "the residual stream and the norms stay. Tensors in between are DTensors: they know "
-            "their whole length, so parts of unequal length and positions come out right. Norms "
-            "are not cut, but need a plan as well: what they read is a DTensor, so their weights "
-            "must be. Each rank sees a part of the rows, so the gradients of these weights are "
-            "summed over the group. Embedding and head are cut by vocabulary: a rank looks up the "
-            "tokens that it has, and the reduce-scatter adds what the others have. (Its gradient, "
-            "though, DTensor makes whole on each rank; FSDP takes the rank's part as it reduces.)",
-            ["BLOCK = {"],
+            "The loss needs three numbers a token of every rank, not the logits. All ranks of a "
+            "group end with the same whole loss, and FSDP averages gradients over the groups. (In "
+            "backward DTensor makes the embedding's gradient whole on each rank; FSDP takes the "
+            "rank's part as it reduces.)",
+            ["data_parallel_size", "tp.loss_parallel", "count once", "quotient is right"],
         ),
         (
-            "Each rank has the logits of a part of the vocabulary for all tokens. The loss needs "
-            "their maximum, the sum of their exponentials and the label's logit over the ranks, "
-            "three numbers a token, not the logits: `loss_parallel` does that, and backward has to "
-            "run inside it as well. All ranks of a group end with the same whole loss, so a sum "
-            "over all ranks would have it T times: each counts a T-th. That makes the gradients "
-            "right too, for FSDP averages over the groups, while `scale` counts all ranks. In "
-            "validation loss and labels are both summed T times. (The copy: what FSDP hands out "
-            "should not be a view.)",
-            ["Replicate()]).flatten", "to_local().clone()", "loss_parallel()", "_parallel  # all"],
-        ),
-        (
-            "A plan that does not know a model's layers would leave them whole without a word, and "
-            "heads that are cut in the middle fail far from the cause: both end here.",
-            ["layers != BLOCK"],
-        ),
-        (
-            "The mesh has a dimension to shard over and one to cut layers over; ranks of a layer "
-            "are neighbours, so that they sit in one machine. Each module is cut once it has its "
-            "numbers and before it is sharded. Cutting makes new parameters, which unties the head "
-            "from the embedding: it is tied after that. The plan's names do not see through the "
-            "wrapper of activation checkpointing. (Adding 0 waits for the embeddings' sum to "
-            "arrive: all blocks, once compiled, then get the same kind of tensor.)",
-            ["sizes = (", "cut(", "sharding[\"offload_policy\"]", "set_requires_all_reduce"],
+            "The mesh has a dimension to shard over and one to cut layers over. Each module is "
+            "cut once it has its numbers and before it is sharded. Cutting makes new parameters, "
+            "which unties the head from the embedding, so it is tied after that.",
+            ["Cut layers over groups", "check_model(model, config)", "mesh._flatten",
+             '"shard", "tensor"', "shard = partial(", "cut(", "have untied them",
+             "set_requires_all_reduce"],
         ),
     ],
     ("fsdp2_pretrain", "fsdp2_cp_pretrain"): [
         (
-            "Ranks of a group read the same rows, so data is dealt over groups; then each takes "
-            "its part of every row, with the positions of its tokens: without them each rank would "
-            "count from 0. Parts have one length, so rows are padded to a multiple; a packed row's "
-            "padding is one more document. Labels are cut too, so every label is counted once. "
-            "(Replicas and offloading are left out here.)",
-            ["context_parallel: PositiveInt", "% self.context_parallel", "n // config.context_",
-             "own_part("],
-        ),
-        (
-            "Norms and feed-forward treat each token alone, so they need nothing. Attention needs "
-            "whole rows, but treats each head alone: the all-to-all makes of all heads of a part "
-            "of the rows some heads of whole rows, and another one turns the output back. Autograd "
-            "sends gradients the other way. Between them is the same attention as in all scripts.",
-            ["def trade("],
-        ),
-        (
-            "Heads are what is dealt, so the ranks of a group must divide them. With fewer "
-            "key/value heads than ranks each is sent to several.",
-            ["heads % config.context_parallel"],
+            "Ranks of a group read the same rows, and each takes its part of every row. Around "
+            "attention an all-to-all makes of all heads of a part of the rows some heads of whole "
+            "rows, and another one turns the output back; between them is the same attention as "
+            "in all scripts. (Replicas and offloading are left out here.)",
+            ["context_parallel: PositiveInt", "% self.context_parallel",
+             "must divide {world_size}", "groups = max(", "x {groups} ranks",
+             "data is dealt over groups", "local_part("],
         ),
         (
             "Parameters are sharded over all ranks, as before: each has gradients of its own "
             "tokens, and averaging over the ranks is right whichever tokens these are.",
-            ["mesh = init_device_mesh", "offload_policy", "set_requires_all_reduce"],
+            ["check_model(model, config)", "shard = partial(", "not times the groups",
+             "set_requires_all_reduce"],
         ),
     ],
     ("fsdp2_pretrain", "fsdp2_sft"): [
@@ -195,7 +165,8 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             "Conversations have their own columns, are longer than functions and are cut rather "
             "than split, and a model that has been trained already wants smaller steps and fewer "
             "of them.",
-            ["dataset: str", "max_length: PositiveInt", "steps: Annotated"],
+            ["dataset: str", "max_length: PositiveInt", '"token positions of', '"optimizer steps',
+             "learning_rate: PositiveFloat"],
         ),
         (
             "The text of a conversation: single tokens open and close a turn, and `generation` "
@@ -218,7 +189,7 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             "The data: the same batches, with labels of -100 on all that is not the assistant's. "
             "Nothing in the loop changes, since the loss is a sum over labels divided by their "
             "number in the whole global batch.",
-            ["chat_rows, tokenizer", "rows.notes"],
+            ["function=chat_rows", "rows.notes"],
         ),
     ],
 }  # fmt: skip

@@ -9,7 +9,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -92,30 +92,73 @@ def script_and_config(docstring: str | None) -> tuple[Any, Any]:
     given, words = reader.parse_known_args()
     script = importlib.import_module(Path(given.script).stem)
     sys.argv = [given.script, *words]
-    return script, common.parse_config(script.Config)
+    try:
+        return script, common.parse_config(script.Config)
+    except common.Refusal as refusal:
+        sys.exit(f"error: {refusal}")
 
 
 def load_data(script: Any, config: Any, kind: type | None = None) -> SimpleNamespace:
-    """`tokenizer`, `rows`, `training` and `validation` (both of class `kind`), and `shape`."""
+    """`tokenizer`, `rows`, `training` and `validation` (both of class `kind`), `model_config`."""
     import common
 
     if hasattr(script, "chat_tokenizer"):
         tokenizer, _ = script.chat_tokenizer(config.tokenizer)
-        columns, function = common.CONVERSATIONS, script.chat_rows
+        columns = script.CONVERSATIONS
+        function = script.chat_rows
     else:
         tokenizer = common.load_tokenizer(config.tokenizer)
-        columns, function = [config.text_column], common.text_rows
-    place = config.dataset, config.dataset_config, config.dataset_split
-    rows = common.load_rows(*place, columns, function, tokenizer, config.max_length)
+        columns = [config.text_column]
+        function = common.text_rows
+    rows = common.load_rows(
+        config.dataset,
+        config.dataset_config,
+        config.dataset_split,
+        columns,
+        function,
+        tokenizer,
+        config.max_length,
+    )
     training, validation = (
         (kind or common.Batches)(
-            rows, config.batching, config.max_length, config.micro_batch_tokens,
-            config.pad_to_multiple_of, tokenizer.eos_token_id, config.seed, chosen,
+            part.lengths,
+            part.num_labels,
+            part.read,
+            batching=config.batching,
+            max_length=config.max_length,
+            micro_batch_tokens=config.micro_batch_tokens,
+            pad_to_multiple_of=config.pad_to_multiple_of,
+            padding_id=tokenizer.eos_token_id,
+            seed=config.seed,
         )
-        for chosen in rows.split()
-    )  # fmt: skip
-    shape = script.architecture(config, len(tokenizer))
-    return SimpleNamespace(**locals())
+        for part in rows.split()
+    )
+    return SimpleNamespace(
+        tokenizer=tokenizer,
+        rows=rows,
+        training=training,
+        validation=validation,
+        model_config=script.build_model_config(config, len(tokenizer), tokenizer.eos_token_id),
+    )
+
+
+def build(script: Any, config: Any, model_config: Any, device: Any) -> tuple[Any, Any]:
+    """The script's model, ready to train, and its optimizer."""
+    model = script.build_model(config, model_config)
+    decayed = script.weight_decay_names(model)
+    model = script.parallelize(model, config, device)
+    return model, script.build_optimizer(model, decayed, config)
+
+
+def make_run(config: Any, data: SimpleNamespace, device: Any) -> Any:
+    """The run of a script's `main`."""
+    import torch.distributed as dist
+
+    import common
+
+    contents = common.describe_contents(data.model_config, data.tokenizer, data.rows)
+    ranks = dist.get_rank(), dist.get_world_size()
+    return common.Run(vars(config), data.model_config, contents, device, *ranks)
 
 
 class Session:
@@ -137,8 +180,7 @@ class Session:
         if not dist.is_initialized():
             script.init_process_group(config)
         self.device = torch.device("cuda" if script.CUDA else "cpu")
-        self.model, decayed = script.build_model(config, self.data.shape, self.device)
-        self.optimizer = script.build_optimizer(self.model, decayed, config)
+        self.model, self.optimizer = build(script, config, self.data.model_config, self.device)
         self.state = script.State(self.model, self.optimizer)
         if config.init_from:
             common.load_weights(self.model, config.init_from)
@@ -146,23 +188,30 @@ class Session:
     def batches(self, first: int, last: int) -> Iterator[Any]:
         """This rank's part of the global batches of the steps [first, last)."""
         number = self.config.global_batch_tokens // self.config.micro_batch_tokens
-        share = self.script.share_of_data(self.config)
-        return self.data.training.stream(first, last, number, *share)
+        part = self.script.data_parallel_rank_and_size(self.config)
+        return self.data.training.stream(first, last, number, *part)
 
     def train_step(self, batch: Any, learning_rate: float = 0.0) -> float:
         """The mean loss of a step."""
-        given = self.model, self.optimizer, batch, self.config, self.device, learning_rate
-        return self.script.train_step(*given)[0]
+        loss, _ = self.script.train_step(
+            self.model, self.optimizer, batch, learning_rate, self.config, self.device
+        )
+        return loss
+
+    def save_checkpoint(self, group: Any) -> Callable[[Path], None]:
+        """What writes this moment's checkpoint to a directory."""
+        data = self.data
+        return self.script.save_checkpoint(
+            self.state, data.model_config, data.tokenizer, self.config, group
+        )
 
     def steps(self) -> Iterator[tuple[Any, float]]:
         """The loop of `main` without validation and checkpoints: each step's batch and loss."""
         import torch
         import torch.distributed as dist
 
-        import common
-
         config, rank, ranks = self.config, dist.get_rank(), dist.get_world_size()
-        run = common.Run(vars(config), self.data.shape, self.device, rank, ranks)
+        run = make_run(config, self.data, self.device)
         run.begin(None, 0)
         batches, tokens = self.batches(0, config.steps), 0
         for step in range(1, config.steps + 1):
@@ -172,9 +221,9 @@ class Session:
             torch.manual_seed(config.seed + step * ranks + rank)
             learning_rate = self.script.learning_rate_at(step, config)
             loss, grad_norm = self.script.train_step(
-                self.model, self.optimizer, batch, config, self.device, learning_rate
+                self.model, self.optimizer, batch, learning_rate, config, self.device
             )
-            tokens += batch.labels
+            tokens += batch.num_labels
             run.log_step(
                 batch, step=step, tokens=tokens, loss=loss, grad_norm=grad_norm,
                 learning_rate=learning_rate, data_seconds=waited,

@@ -66,7 +66,8 @@ def traffic_table(ranks: int = 8) -> str:
     """Markdown; sizes in GB = 10^9 bytes, traffic as sent by each rank."""
     import fsdp2_pretrain
 
-    shape = fsdp2_pretrain.architecture(fsdp2_pretrain.Config(model="qwen2-0.5b"), 50257)
+    config = fsdp2_pretrain.Config(model="qwen2-0.5b")
+    shape = fsdp2_pretrain.build_model_config(config, 50257, eos_token_id=None)
     size = common.ModelSize(shape)
     blocks, width = shape.num_hidden_layers, shape.hidden_size
     keys = width * shape.num_key_value_heads // shape.num_attention_heads

@@ -67,6 +67,19 @@ def corpus(texts, tmp_path_factory) -> str:
     return str(path)
 
 
+def make_batches(rows: common.Rows, **changes) -> common.Batches:
+    """Batches of rows, with small micro-batches of the `bytes` tokenizer unless told otherwise."""
+    settings = {
+        "batching": "bucketed",
+        "max_length": 512,
+        "micro_batch_tokens": 512,
+        "pad_to_multiple_of": 1,
+        "padding_id": 256,
+        "seed": 0,
+    }
+    return common.Batches(rows.lengths, rows.num_labels, rows.read, **settings | changes)
+
+
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}  # of small models
 SIZES |= {"num_attention_heads": 4, "vocab_size": 320}
 

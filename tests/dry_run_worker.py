@@ -22,20 +22,20 @@ import ddp_pretrain  # noqa: E402
 
 def really(script, config, vocabulary: int) -> dict:
     """As dry_run.dry_run, with numbers and other ranks."""
-    shape, watch = dry_run.shape_of(script, config, vocabulary), dry_run.Watch()
+    model_config = dry_run.model_config_of(script, config, vocabulary)
+    watch = dry_run.Watch()
 
-    def step(model, decayed) -> None:
-        optimizer = script.build_optimizer(model, decayed, config)
-        script.train_step(model, optimizer, batch, config, dry_run.CPU, 0.0)
+    def step() -> None:
+        script.train_step(model, optimizer, batch, 0.0, config, dry_run.CPU)
 
     with watch:
-        model, decayed = script.build_model(config, shape, dry_run.CPU)
+        model, optimizer = shared.build(script, config, model_config, dry_run.CPU)
         batch = dry_run.batch_of(script, config)
         for _ in range(2 * (script is ddp_pretrain)):  # it makes new buckets in its second step
-            step(model, decayed)
+            step()
         gc.collect()
         with torch.profiler.profile() as profiler:
-            kept = dry_run.observe(script, config, model, decayed, batch, watch)
+            kept = dry_run.observe(script, config, model, optimizer, batch, watch)
     events = profiler.profiler.kineto_results.events()  # torch's own list of them takes seconds
     seen = {
         "kept": kept,
@@ -45,7 +45,7 @@ def really(script, config, vocabulary: int) -> dict:
     }
     if script is ddp_pretrain:
         places = [p.grad.data_ptr() for p in model.parameters()]
-        step(model, decayed)
+        step()
         seen["stay"] = places == [p.grad.data_ptr() for p in model.parameters()]
         seen["storages"] = len({p.grad.untyped_storage().data_ptr() for p in model.parameters()})
     return seen

@@ -24,7 +24,7 @@ PLACES = [  # calls while a checkpoint is written and published: how often on ra
     ("torch.distributed.checkpoint.FileSystemWriter.write_data", 2, 2),
     ("torch.distributed.checkpoint.FileSystemWriter.finish", 1, 0),
     ("sum_of", 9, 2),
-    ("os.sync", 2, 0),
+    ("os.fsync", 12, 0),
     ("Path.rename", 2, 0),
     ("Checkpoints.remove_old", 1, 0),
     ("shutil.rmtree", 2, 0),

@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from conftest import INSIDE, ROOT, RUN_FLAGS, SCRIPTS, SIZES, arguments, metrics
+from conftest import INSIDE, ROOT, RUN_FLAGS, SCRIPTS, SIZES, arguments, make_batches, metrics
 from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
@@ -94,7 +94,7 @@ def test_plain_loop_in_one_process_gives_the_same_losses(
     tokenizer = common.load_tokenizer("bytes")
     rows = common.load_rows(corpus, None, "train", ["text"], common.text_rows, tokenizer, 512)
     training, _ = rows.split()
-    batches = common.Batches(rows, batching, 512, 512, 1, 256, 0, training)
+    batches = make_batches(training, batching=batching)
     known = {text.encode() for text in texts}
 
     model = Qwen2ForCausalLM.from_pretrained(weights_directory, dtype=torch.float32)
@@ -107,7 +107,7 @@ def test_plain_loop_in_one_process_gives_the_same_losses(
         total, labels = 0.0, 0
         for number in range(step * 8, step * 8 + 8):
             for row in batches.micro_batch(number):
-                tokens, _ = rows.read(row)
+                tokens, _ = training.read(row)
                 whole = bytes(tokens[tokens < 256].astype(np.uint8))
                 assert any(whole in text for text in known)  # a piece of one of the documents
                 ids = torch.from_numpy(tokens.astype(np.int64))

@@ -47,6 +47,8 @@ CASES = {
     "fraction": ({"activation_checkpointing": 1.5}, "--activation_checkpointing 1.5: .*pattern"),
     "word": ({"activation_checkpointing": "half"}, "none.full.selective"),
     "trace": ({"trace_steps": [2, 1]}, "--trace_steps"),
+    "trace of one step": ({"trace_steps": [1]}, "--trace_steps takes two numbers"),
+    "trace of three steps": ({"trace_steps": [1, 1, 1]}, "--trace_steps takes two numbers"),
     "replicas": ({"dp_replicate": 3}, "--dp_replicate 3 does not divide"),
     "layers shared by more than all": (TP, "--tensor_parallel 2 must divide 1 ranks"),
     "rows shared by more than all": (CP, "--context_parallel 2 must divide 1"),

@@ -11,9 +11,10 @@ import tracemalloc
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, make_batches
 from transformers import (
     AttentionInterface,
     AutoTokenizer,
@@ -44,7 +45,7 @@ def rows_of(dataset, column: str = "text", tokenizer: str = "bytes", max_length:
 
 def texts_of(rows: common.Rows) -> list[str]:
     """What rows of the `bytes` tokenizer say, without their end tokens."""
-    tokens = [rows.read(i)[0] for i in np.flatnonzero(rows.labels)]
+    tokens = [rows.read(i)[0] for i in np.flatnonzero(rows.num_labels)]
     assert all(ids[-1] == 256 for ids in tokens)
     return [bytes(ids[:-1].astype(np.uint8)).decode() for ids in tokens]
 
@@ -54,19 +55,26 @@ def batches(corpus):
     """A function: training batches of the small corpus under some settings."""
 
     def make(batching="bucketed", budget=512, multiple=1, seed=0):
-        rows = rows_of(corpus)
-        settings = batching, 512, budget, multiple, 256, seed
-        return common.Batches(rows, *settings, rows.split()[0])
+        training, _ = rows_of(corpus).split()
+        made = make_batches(
+            training,
+            batching=batching,
+            micro_batch_tokens=budget,
+            pad_to_multiple_of=multiple,
+            seed=seed,
+        )
+        made.rows = training
+        return made
 
     return make
 
 
 def refused(function, *arguments) -> str:
     """The one line on stderr with which a call is refused."""
-    with pytest.raises(SystemExit) as end:
+    with pytest.raises(common.Refusal) as end:
         function(*arguments)
     line = str(end.value)
-    assert end.value.status == 2 and line.startswith("error: ") and "\n" not in line
+    assert end.value.code == 2 and "\n" not in line
     return line
 
 
@@ -106,6 +114,28 @@ def test_tokenizer_and_its_export_give_the_ids_of_tiktoken(name, request, tmp_pa
         assert (len(tokenizer), tokenizer.eos_token_id) == (encoding.n_vocab, encoding.eot_token)
 
 
+def test_encodings_of_other_habits_are_right_or_refused():
+    """As p50k_base, whose end token stands between the others; as Llama 3, with another name."""
+    import tiktoken
+
+    ranks = {bytes([value]): value for value in range(256)}
+
+    def encoding(ranks: dict, special: dict) -> tiktoken.Encoding:
+        return tiktoken.Encoding(
+            "x", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special
+        )
+
+    gap = encoding(ranks | {b"ab": 257}, {"<|endoftext|>": 256})
+    assert "gaps" in refused(common.to_transformers, gap)
+    assert "ends a text" in refused(common.to_transformers, encoding(ranks, {"<|stop|>": 256}))
+    llama = encoding(ranks, {"<|begin_of_text|>": 256, "<|end_of_text|>": 257})
+    made = common.to_transformers(llama)
+    assert (made.eos_token_id, made("é<|end_of_text|>")["input_ids"]) == (
+        257,
+        list("é<|end_of_text|>".encode()),
+    )
+
+
 def test_tokenizers_that_cannot_train_or_were_left_cutting(tmp_path):
     """Without an end token: refused. Truncation and padding that a trainer left are taken off."""
     tokenizer = common.to_transformers(common.tiktoken_encoding("bytes"))
@@ -127,8 +157,8 @@ def test_tokenizers_that_cannot_train_or_were_left_cutting(tmp_path):
 def test_rows_are_the_texts_with_one_end_token(corpus, texts):
     rows = rows_of(corpus, max_length=1000)
     assert texts_of(rows) == texts
-    assert rows.lengths.tolist() == rows.labels.tolist() == [len(t.encode()) for t in texts]
-    assert rows.bytes.tolist() == [len(text.encode()) for text in texts]
+    assert rows.lengths.tolist() == rows.num_labels.tolist() == [len(t.encode()) for t in texts]
+    assert rows.num_bytes.tolist() == [len(text.encode()) for text in texts]
     assert all(rows.read(i)[1].all() for i in range(len(texts)))
 
 
@@ -142,11 +172,11 @@ def test_every_prediction_of_a_long_document_is_in_exactly_one_row(corpus, texts
         pieces = [rows.read(i)[0].tolist() for i in range(start, start + number)]
         assert sum((list(zip(piece, piece[1:])) for piece in pieces), []) == [*zip(ids, ids[1:])]
         assert len(set(rows.digest[start : start + number])) == 1
-        nbytes = rows.bytes[start : start + number].sum(dtype=np.float64)
+        nbytes = rows.num_bytes[start : start + number].sum(dtype=np.float64)
         assert nbytes == pytest.approx(len(text.encode()), rel=1e-6)
         start += number
     assert start == len(rows.lengths)
-    training, validation = (set(rows.digest[part]) for part in rows.split())
+    training, validation = (set(part.digest) for part in rows.split())
     assert training and validation and not training & validation
 
 
@@ -219,7 +249,7 @@ def test_what_is_no_text_is_left_out_and_counted(tmp_path):
     rows = rows_of(path)
     assert texts_of(rows) == ["one", "two"]
     assert rows.notes["left out, as they hold no text"] == 2
-    assert sorted(map(len, rows.split())) == [1, 1]
+    assert [len(part.lengths) for part in rows.split()] == [1, 1]
     path = tmp_path / "numbers.jsonl"
     path.write_text("".join(json.dumps({"text": n}) + "\n" for n in range(5)))
     line = refused(rows_of(path).split)
@@ -273,7 +303,7 @@ for group in sys.argv[3:]:  # CACHE=RANKS
             where = (sys.argv[2], None, "train")
             tokenizer = common.load_tokenizer("bytes")
             rows = common.load_rows(*where, ["text"], slow_rows, tokenizer, 512)
-            print(rows.lengths.sum(), [len(part) for part in rows.split()])
+            print(rows.lengths.sum(), [len(part.lengths) for part in rows.split()])
             sys.stdout.flush()
             os._exit(0)
     for child in children:
@@ -322,9 +352,10 @@ def test_what_changes_rows_changes_the_key_of_the_cache(tmp_path, corpus, texts)
 
 def test_split_never_overlaps_and_is_stable():
     def split(digest: np.ndarray, labels: np.ndarray):
-        rows = object.__new__(common.Rows)
-        rows.digest, rows.labels, rows.notes = digest, labels, {}
-        return rows.split()
+        columns = {"labels": labels, "digest": digest, "bytes": labels}
+        columns["note"] = [""] * len(digest)
+        columns["tokens"] = columns["learned"] = [[]] * len(digest)
+        return [part.chosen for part in common.Rows(pa.table(columns)).split()]
 
     rng = np.random.default_rng(0)
     digest, labels = rng.integers(0, 2**62, 1000), rng.integers(0, 9, 1000)
@@ -381,12 +412,20 @@ def test_an_epoch_loses_and_repeats_nothing_within_the_budget(batching, multiple
         assert abs(len(plans[0]) - len(plans[1])) <= 2
 
 
+@pytest.mark.parametrize("batching", ["bucketed", "packed"])
+def test_a_row_that_no_micro_batch_can_hold_is_an_error(batching):
+    """Whoever copies the plan alone has no Config that refuses it, and would wait for ever."""
+    lengths = np.array([5, 9, 7])
+    with pytest.raises(ValueError, match="a row of 9 positions exceeds a micro-batch of 8"):
+        common.plan_epoch(lengths, batching, 8, 1, 0, 0)
+
+
 def embedded(corpus: str) -> common.Rows:
     """Rows of an embedded corpus, as the scripts read it by default."""
     if corpus == "stdlib":
         return rows_of(corpus)
     where, (tokenizer, _) = (corpus, None, "train"), fsdp2_sft.chat_tokenizer("bytes")
-    return common.load_rows(*where, common.CONVERSATIONS, fsdp2_sft.chat_rows, tokenizer, 2048)
+    return common.load_rows(*where, fsdp2_sft.CONVERSATIONS, fsdp2_sft.chat_rows, tokenizer, 2048)
 
 
 @pytest.mark.parametrize(
@@ -394,20 +433,19 @@ def embedded(corpus: str) -> common.Rows:
 )
 def test_embedded_corpora_fill_the_budget_with_little_padding(corpus, max_length, times):
     """Padding at most 1 %, at least 94 % of the budget is tokens; packed 99 %."""
-    rows = embedded(corpus)
-    training, length = rows.split()[0], rows.lengths
-    settings = max_length, times * max_length, 1, 256, 0
-    made = common.Batches(rows, "bucketed", *settings, training)
+    training, _ = embedded(corpus).split()
+    length = training.lengths
+    made = make_batches(training, max_length=max_length, micro_batch_tokens=times * max_length)
     for epoch in (0, 1):
-        chosen = [training[part] for part in made.plan(epoch)]
+        chosen = made.plan(epoch)
         tokens = sum(int(length[part].sum()) for part in chosen)
-        assert tokens == length[training].sum() > 10**6
+        assert tokens == length.sum() > 10**6
         positions = sum(np.prod(made.shape(part)) for part in chosen)
         assert max(np.prod(made.shape(part)) for part in chosen) <= times * max_length
         assert 1 - tokens / positions <= 0.01
         assert tokens / (len(chosen) * times * max_length) >= 0.94
         assert max(correlations(np.array([length[part].mean() for part in chosen]))) < 0.1
-        packed = common.plan_epoch(length[training], "packed", times * max_length, 1, 0, epoch)
+        packed = common.plan_epoch(length, "packed", times * max_length, 1, 0, epoch)
         assert tokens / (len(packed) * times * max_length) >= 0.99
 
 
@@ -489,7 +527,9 @@ def test_global_batches_do_not_depend_on_the_shares(batches, batching):
     def step(made, shares: int) -> list:
         parts = [made.global_batch(3, 8, share, shares) for share in range(shares)]
         assert {len(part.micro_batches) for part in parts} == {8 // shares}
-        [numbers] = {(p.labels, p.tokens, p.attended, p.padding_fraction) for p in parts}
+        [numbers] = {
+            (p.num_labels, p.num_tokens, p.squared_lengths, p.padding_fraction) for p in parts
+        }
         micro_batches = [batch for part in parts for batch in part.micro_batches]
         labels = [batch["labels"] for batch in micro_batches]
         assert numbers[0] == numbers[1] == sum(int((x >= 0).sum()) for x in labels)
@@ -509,7 +549,7 @@ def test_the_step_is_the_position_and_each_epoch_has_every_row_once(batches, bat
     order = [made.micro_batch(k).tolist() for k in range(sum(sizes))]
     for epoch, end in enumerate(np.cumsum(sizes)):
         rows = sum(order[end - sizes[epoch] : end], [])
-        assert sorted(rows) == sorted(made.chosen.tolist())
+        assert sorted(rows) == [*range(len(made.lengths))]
     for number in (sum(sizes) - 1, 0, sizes[0], sizes[0] - 1):
         assert fresh.micro_batch(number).tolist() == order[number]
     step = sizes[0] // 8  # its micro-batches are of two epochs
@@ -553,11 +593,13 @@ def test_evaluation_is_the_same_whatever_the_shares_and_gives_each_as_many(batch
         assert one[0] == two[0] == four[0] and len(one[0]) == most
         assert [one[1], two[1], four[1]] == [{-(-most // shares)} for shares in (1, 2, 4)]
     rows = made.rows
-    nbytes = sum(len(rows.read(i)[0]) - (rows.read(i)[0][-1] == 256) for i in made.chosen)
-    labels = rows.labels[made.chosen].sum()
-    bits = made.bits_per_byte(1.5, 10**6)
-    assert bits == pytest.approx(1.5 / np.log(2) * labels / nbytes, rel=0.01)
-    assert made.prompt().tolist() == rows.read(made.chosen[0])[0][:64].tolist()
+    every = range(len(rows.lengths))
+    num_bytes = sum(len(rows.read(i)[0]) - (rows.read(i)[0][-1] == 256) for i in every)
+    read = made.evaluation_rows(10**6)
+    assert sorted(read) == [*every]
+    expected = rows.num_labels.sum() / num_bytes
+    assert rows.labels_per_byte(read) == pytest.approx(expected, rel=0.01)
+    assert rows.prompt().tolist() == rows.read(0)[0][:64].tolist()
 
 
 @pytest.mark.parametrize("batching", ["bucketed", "packed"])
@@ -572,7 +614,7 @@ def test_compiled_blocks_see_one_shape_a_width(batches, batching):
         assert width % 64 == 0 and batch["input_ids"].numel() <= 2048
         shapes.setdefault(width, set()).add(shape)
         labels += int((batch["labels"] >= 0).sum())
-    assert labels == 4 * made.rows.labels[made.chosen].sum()
+    assert labels == 4 * made.num_labels.sum()
     assert max(map(len, shapes.values())) == 1
     assert len(shapes) <= (1 if batching == "packed" else 512 // 64)
 
@@ -620,6 +662,31 @@ def test_logits_of_a_document_equal_those_of_the_document_alone(
             checked += 1
         assert (labels >= 0).sum() == made.rows.lengths[rows].sum()
     assert checked > 10
+
+
+@pytest.mark.parametrize(
+    "asked, words",
+    [
+        ({"attention_mask": torch.ones(1, 1, 8, 8)}, "an attention mask"),
+        ({"s_aux": torch.zeros(4)}, "attention sinks"),
+        ({"softcap": 30.0}, "a softcap"),
+        ({"is_causal": False}, "bidirectional"),
+        ({"sliding_window": 7}, "a sliding window"),
+        ({"sliding_window": 3, "cu_seq_lens_q": [0, 4, 8], "max_length_q": 4}, "a sliding window"),
+        ({"rows": 2, "cu_seq_lens_q": [0, 4, 8], "max_length_q": 4}, "one row"),
+        ({"dropout": 0.1, "cu_seq_lens_q": [0, 4, 8], "max_length_q": 4}, "no dropout"),
+    ],
+)
+def test_attention_refuses_what_it_does_not_apply(asked, words):
+    """And takes a window that no row is longer than."""
+    asked = {"attention_mask": None, **asked}
+    if "cu_seq_lens_q" in asked:
+        asked["cu_seq_lens_q"] = torch.tensor(asked["cu_seq_lens_q"], dtype=torch.int32)
+    query, key, value = torch.randn(3, asked.pop("rows", 1), 4, 8, 16)
+    module = torch.nn.Identity()
+    with pytest.raises(ValueError, match=words):
+        common.document_attention(module, query, key, value, **asked)
+    common.document_attention(module, query, key, value, None, sliding_window=8, softcap=None)
 
 
 @pytest.mark.gpu

@@ -15,7 +15,9 @@ from torch.distributed._tools.mem_tracker import MemTracker
 sys.path.insert(0, str(ROOT / "bench"))
 import collectives  # noqa: E402
 import dry_run  # noqa: E402
+import shared  # noqa: E402
 
+import common  # noqa: E402
 import fsdp2_pretrain  # noqa: E402
 
 MODES = {
@@ -224,13 +226,12 @@ def no_rank_is_left():
 )
 def test_bad_input_of_the_dry_run_ends_it(words, expected, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["dry_run.py", *words.split()])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises((SystemExit, common.Refusal)) as ended:
         dry_run.main()
     out, err = capsys.readouterr()
-    # argparse has printed; common's own line and exit code are printed and made by `launch`.
-    code = getattr(ended.value, "status", ended.value.code)
-    last = err.splitlines()[-1] if err else ended.value.code
-    assert code == 2 and out == "" and last.startswith(expected)
+    # argparse has printed; a refusal's line is printed by `launch`.
+    last = err.splitlines()[-1] if err else f"error: {ended.value}"
+    assert ended.value.code == 2 and out == "" and last.startswith(expected)
 
 
 @pytest.mark.parametrize("mode", [{}, {"activation_checkpointing": "full"}])
@@ -239,11 +240,10 @@ def test_peak_is_that_of_torch_own_tracker(two_blocks, mode):
     config = fsdp2_pretrain.Config(**flags_of(mode, 8, model=two_blocks))
     watch, fake = dry_run.Watch(), FakeTensorMode(allow_non_fake_inputs=True)
     with dry_run.fake_ranks(8, 8), dry_run.adapted(fsdp2_pretrain), fake, watch:
-        shape = fsdp2_pretrain.architecture(config, 320)
-        model, decayed = fsdp2_pretrain.build_model(config, shape, dry_run.CPU)
-        optimizer = fsdp2_pretrain.build_optimizer(model, decayed, config)
+        model_config = fsdp2_pretrain.build_model_config(config, 320, eos_token_id=None)
+        model, optimizer = shared.build(fsdp2_pretrain, config, model_config, dry_run.CPU)
         batch = dry_run.batch_of(fsdp2_pretrain, config)
-        step = [model, optimizer, batch, config, dry_run.CPU, 0.0]
+        step = [model, optimizer, batch, 0.0, config, dry_run.CPU]
         fsdp2_pretrain.train_step(*step)
         watch.peak, tracker = {}, MemTracker()
         tracker.track_external(model, optimizer)

@@ -11,6 +11,8 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -536,17 +538,21 @@ def test_export_and_init_from_a_run(flags, whole, tmp_path):
 
 def checkpoints_of(run_dir: Path, monkeypatch, keep: int = 2) -> common.Checkpoints:
     """Of one rank, without model and process group."""
-    made = object.__new__(common.Checkpoints)
-    made.run = SimpleNamespace(directory=run_dir, facts={"flags": {}}, say=print)
-    made.directory, made.keep, made.contents = run_dir / "checkpoints", keep, "x"
-    made.rank, made.ranks, made.group, made.damaged = 0, 1, None, set()
-    made.shape = made.tokenizer = SimpleNamespace(save_pretrained=lambda path: None)
 
     def gather(parts: list, mine: dict, group: None) -> None:
         parts[0] = mine
 
     monkeypatch.setattr(common.dist, "all_gather_object", gather)
-    return made
+    monkeypatch.setattr(common.dist, "new_group", lambda **_: None)
+    monkeypatch.setattr(common.dist, "barrier", lambda group: None)
+    return common.Checkpoints(
+        run_dir / "checkpoints",
+        keep=keep,
+        facts={"flags": {}, "contents": "x"},
+        rank=0,
+        world_size=1,
+        timeout=timedelta(minutes=1),
+    )
 
 
 def save_file(directory: Path) -> None:
@@ -565,7 +571,8 @@ def test_what_the_background_writes_is_the_state_of_that_moment(script, style, m
     monkeypatch.setattr(
         module.dcp, "save", lambda tree, checkpoint_id, **_: seen.update({checkpoint_id: tree})
     )
-    write = module.save_checkpoint(state, config, None)
+    monkeypatch.setattr(module.dist, "get_rank", lambda: 1)  # rank 0 writes hf/, too
+    write = module.save_checkpoint(state, None, None, config, None)
     assert not seen
     weight.add_(1)  # training goes on
     write(Path("x"))
@@ -580,10 +587,14 @@ def test_what_the_background_writes_is_the_state_of_that_moment(script, style, m
 
 def test_all_is_on_the_disk_before_the_rename_and_old_ones_go_after(tmp_path, monkeypatch):
     happened, real_rename = [], Path.rename
-    monkeypatch.setattr(os, "sync", lambda: happened.append("sync"))
+    synced = set()
+    monkeypatch.setattr(common, "sync", lambda *paths: synced.update(paths))
 
     def rename(path: Path, target: Path) -> Path:
-        assert path.suffix == ".tmp" or (path.parent / "step_00000002").exists()
+        if path.suffix == ".tmp":  # all of it is on the disk
+            assert {path, *path.rglob("*")} <= synced
+        else:
+            assert (path.parent / "step_00000002").exists() and path.parent in synced
         happened.append(f"rename {path.name}")
         return real_rename(path, target)
 
@@ -591,10 +602,51 @@ def test_all_is_on_the_disk_before_the_rename_and_old_ones_go_after(tmp_path, mo
     made = checkpoints_of(tmp_path, monkeypatch, keep=1)
     for step in (1, 2):
         happened.clear()
+        synced.clear()
         made.write_now(save_file, {"step": step})
-    assert happened == ["sync", "rename step_00000002.tmp", "sync", "rename step_00000001"]
+    assert happened == ["rename step_00000002.tmp", "rename step_00000001"]
     assert kept(tmp_path) == ["step_00000002"]
     assert common.damage(made.directory / "step_00000002") is None
+
+
+def test_a_save_waits_until_the_one_before_is_written(tmp_path, monkeypatch):
+    """Both use the stager's memory: the second's state must not get into the first."""
+    made, written = checkpoints_of(tmp_path, monkeypatch), {}
+    staged = {}  # the memory that each save copies into
+
+    def save(value: int) -> Callable[[Path], None]:
+        staged["value"] = value
+
+        def write(directory: Path) -> None:
+            time.sleep(0.2)
+            written[directory.name] = staged["value"]
+            save_file(directory)
+
+        return write
+
+    for step in (1, 2):
+        made.write(partial(save, step), {"step": step}, in_background=True)
+    made.wait()
+    assert written == {"step_00000001.tmp": 1, "step_00000002.tmp": 2}
+
+
+def test_left_overs_of_a_write_go_before_the_next(tmp_path, monkeypatch):
+    made = checkpoints_of(tmp_path, monkeypatch)
+    for name in ("step_00000001.tmp", "mine.tmp"):
+        save_file(tmp_path / "checkpoints" / name)
+    made.write_now(save_file, {"step": 1})
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"step_00000001", "mine.tmp"}
+
+
+@pytest.mark.parametrize(
+    "ending, code, said",
+    [("sys.exit()", 0, ""), ("sys.exit(3)", 3, ""), ("sys.exit('why')", 1, "why\n")],
+)
+def test_a_main_may_leave_by_sys_exit(ending, code, said):
+    program = f"import sys, common\ndef main(): {ending}\ncommon.launch(main)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, said)
 
 
 def test_the_newest_by_number_and_the_best_stay(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, launch, metrics, small_shape
+from conftest import SMALL, launch, make_batches, metrics, small_shape
 from test_data import refused
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
@@ -317,7 +317,7 @@ def rows_of(path, tokenizer=None, max_length: int = 512) -> common.Rows:
     tokenizer = tokenizer or fsdp2_sft.chat_tokenizer("bytes")[0]
     where = (str(path), None, "train")
     return common.load_rows(
-        *where, common.CONVERSATIONS, fsdp2_sft.chat_rows, tokenizer, max_length
+        *where, fsdp2_sft.CONVERSATIONS, fsdp2_sft.chat_rows, tokenizer, max_length
     )
 
 
@@ -356,7 +356,7 @@ def test_rows_of_unlike_types_and_keys_are_read_as_they_are(tmp_path):
     learned = ["a\n\\b", "parts", "b"]
     assert [shown(rows, i)[1] for i in range(3)] == [text + "<|im_end|>" for text in learned]
     assert ['yes\nno "x"' in shown(rows, 0)[0], "\npq<" in shown(rows, 1)[0]] == [True, True]
-    assert rows.notes["left out, as they hold no messages"] == 1 and rows.labels[3] == 0
+    assert rows.notes["left out, as they hold no messages"] == 1 and rows.num_labels[3] == 0
     uneven = [{"prompt": "one\n", "completion": "x"}, {"prompt": ONE[:1], "completion": "y"}]
     uneven += [{"prompt": ONE[:1], "completion": said(("assistant", 'x"'))}]
     rows = rows_of(write(tmp_path / "prompts.jsonl", uneven))
@@ -429,8 +429,9 @@ def test_what_cannot_be_rendered_faithfully_is_left_out_and_counted(tmp_path):
     learned = ["b<|im_end|>", "<|im_end|>", thought[1]["content"] + "<|im_end|>"]
     assert [shown(rows, i)[1] for i in range(3)] == learned
     assert rows.lengths[3] == 512 and set(shown(rows, 3)[1]) == {"a"}
-    assert rows.labels[:4].all() and not rows.labels[4:].any()
-    assert len(rows.lengths) == len(LEFT_OUT) + 4 and not set(rows.split()[0]) & {*range(4, 99)}
+    assert rows.num_labels[:4].all() and not rows.num_labels[4:].any()
+    training, _ = rows.split()
+    assert len(rows.lengths) == len(LEFT_OUT) + 4 and not set(training.chosen) & {*range(4, 99)}
     for why in (BEYOND, NO_TEXT, "hold no messages", "spell out a special token"):
         expected = sum(why.startswith(each) for _, each in LEFT_OUT)
         assert rows.notes[f"left out, as they {why}"] >= expected > 0
@@ -474,8 +475,10 @@ def conversations(texts, tmp_path_factory) -> Path:
 
 
 def training_of(path: Path, tokenizer=None, batching="bucketed", multiple=1) -> common.Batches:
-    rows = rows_of(path, tokenizer)
-    return common.Batches(rows, batching, 512, 512, multiple, 256, 0, rows.split()[0])
+    training, _ = rows_of(path, tokenizer).split()
+    made = make_batches(training, batching=batching, pad_to_multiple_of=multiple)
+    made.rows = training
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -485,7 +488,7 @@ def model():
     torch.manual_seed(0)
     made = Qwen2ForCausalLM._from_config(small_shape(), attn_implementation="documents")
     made.plain_forward = made.forward
-    made.forward = types.MethodType(fsdp2_sft.summed_loss, made)
+    made.forward = types.MethodType(fsdp2_sft.forward_with_loss, made)
     return made
 
 
@@ -506,10 +509,10 @@ def test_bucketed_packed_and_one_at_a_time_agree(conversations, model):
     """The same conversations; one at a time goes through transformers' own mask and loss."""
     tokenizer, training = fsdp2_sft.chat_tokenizer("bytes")[0], training_of(conversations)
     one, labels, rows = 0.0, 0, training.rows
-    assert rows.labels.sum() < 0.8 * rows.lengths.sum()
-    cut = rows.lengths[training.chosen] == 512
+    assert rows.num_labels.sum() < 0.8 * rows.lengths.sum()
+    cut = rows.lengths == 512
     assert cut.any() and not cut.all()
-    for row in training.chosen:
+    for row in rows.chosen:
         ids, wanted = labels_in_transformers(tokenizer, conversations, row)
         count = int((wanted[:, 1:] != -100).sum())
         one = one + count * model.plain_forward(input_ids=ids, labels=wanted).loss
@@ -523,7 +526,7 @@ def test_bucketed_packed_and_one_at_a_time_agree(conversations, model):
             assert (batch["labels"] != common.IGNORED).any()
             counted += int((batch["labels"] != common.IGNORED).sum())
             loss = loss + model(**batch)
-        assert counted == labels == rows.labels[training.chosen].sum()
+        assert counted == labels == rows.num_labels.sum()
         assert loss.item() == pytest.approx(one.item(), rel=1e-5)
         got = gradient(model, loss)
         assert (got - expected).norm() < 1e-5 * expected.norm()
@@ -544,12 +547,13 @@ def test_only_predictions_of_the_assistants_tokens_have_a_gradient(conversations
     with FlopCounterMode(display=False) as decoder_flops:
         model.model(**decoded, use_cache=False)
     in_head = all_flops.get_total_flops() - decoder_flops.get_total_flops()
-    labels = int(training.rows.labels[rows].sum())
+    labels = int(training.num_labels[rows].sum())
     assert in_head == 2 * labels * model.lm_head.weight.numel() > 0
     hidden[0].retain_grad()
     reference = gradient(model, loss)
     trained = hidden[0].grad.abs().sum(-1) > 0  # [rows, length]
-    made = [labels_in_transformers(tokenizer, conversations, row) for row in rows]
+    lines = training.rows.chosen[rows]
+    made = [labels_in_transformers(tokenizer, conversations, line) for line in lines]
     wanted = [each[0, 1:] != -100 for _, each in made]
     if batching == "packed":
         wanted = [torch.cat(wanted)]
@@ -564,8 +568,8 @@ def test_only_predictions_of_the_assistants_tokens_have_a_gradient(conversations
 
 def test_the_prompt_of_the_sample_ends_where_the_assistant_begins(conversations):
     tokenizer, training = fsdp2_sft.chat_tokenizer("bytes")[0], training_of(conversations)
-    text = tokenizer.decode(training.prompt())
-    whole = shown(training.rows, int(training.chosen[0]))[0]
+    text = tokenizer.decode(training.rows.prompt())
+    whole = shown(training.rows, 0)[0]
     assert text.endswith("<|im_start|>assistant\n") and whole.startswith(text)
     assert text.count("<|im_start|>assistant") == 1
 
@@ -584,9 +588,9 @@ def test_new_rows_have_the_mean_and_the_covariance_of_the_old(tied, tmp_path):
         embeddings.weight.data[490:] = 0  # padding, of which five become ids
     old.tie_weights() if tied else None
     old.save_pretrained(tmp_path)
-    assert common.grow_vocabulary(str(tmp_path), 490, 490) == str(tmp_path)
-    directory = common.grow_vocabulary(str(tmp_path), 490, 4000)
-    assert common.grow_vocabulary(str(tmp_path), 490, 4000) == directory
+    assert fsdp2_sft.grow_vocabulary(str(tmp_path), 490, 490) == str(tmp_path)
+    directory = fsdp2_sft.grow_vocabulary(str(tmp_path), 490, 4000)
+    assert fsdp2_sft.grow_vocabulary(str(tmp_path), 490, 4000) == directory
     new = AutoModelForCausalLM.from_pretrained(directory)
     assert new.config.vocab_size == 4032 and new.config.tie_word_embeddings == tied
     for which in ("get_input_embeddings", "get_output_embeddings"):
@@ -600,7 +604,7 @@ def test_new_rows_have_the_mean_and_the_covariance_of_the_old(tied, tmp_path):
     assert all(torch.equal(x, layers[n]) for n, x in new.model.layers.state_dict().items())
     heads = [new.get_input_embeddings().weight.data, new.get_output_embeddings().weight.data]
     assert torch.equal(*heads) == tied
-    assert "has 500 ids" in refused(common.grow_vocabulary, str(tmp_path), 500, 501)
+    assert "has 500 ids" in refused(fsdp2_sft.grow_vocabulary, str(tmp_path), 500, 501)
 
 
 @pytest.fixture(scope="module")
@@ -670,8 +674,9 @@ def test_a_model_with_a_template_of_its_own_is_not_changed(flags, conversations,
     training, summed, labels = training_of(conversations, tokenizer), 0.0, 0
     assert f"{training.rows.notes['cut to 512 tokens']:,} conversations are cut" in said_so
     with torch.no_grad():
-        for row in np.concatenate([training.micro_batch(k) for k in range(4)]):
-            ids, wanted = labels_in_transformers(tokenizer, conversations, row)
+        read = np.concatenate([training.micro_batch(k) for k in range(4)])
+        for line in training.rows.chosen[read]:
+            ids, wanted = labels_in_transformers(tokenizer, conversations, line)
             count = int((wanted[:, 1:] != -100).sum())
             summed += count * model(input_ids=ids, labels=wanted).loss.item()
             labels += count

@@ -138,13 +138,26 @@ def train(script, flags: dict, device: torch.device, merge=False, count=False) -
     rows = common.load_rows(
         config.dataset, None, "train", ["text"], common.text_rows, tokenizer, config.max_length
     )
-    settings = (config.batching, config.max_length, config.micro_batch_tokens)
-    settings += (config.pad_to_multiple_of, tokenizer.eos_token_id, config.seed)
-    training, validation = (common.Batches(rows, *settings, chosen) for chosen in rows.split())
+    training, validation = (
+        common.Batches(
+            part.lengths,
+            part.num_labels,
+            part.read,
+            batching=config.batching,
+            max_length=config.max_length,
+            micro_batch_tokens=config.micro_batch_tokens,
+            pad_to_multiple_of=config.pad_to_multiple_of,
+            padding_id=tokenizer.eos_token_id,
+            seed=config.seed,
+        )
+        for part in rows.split()
+    )
     number = config.global_batch_tokens // config.micro_batch_tokens
-    share = number, *script.share_of_data(config)
-    shape = script.architecture(config, len(tokenizer))
-    model, decayed = script.build_model(config, shape, device)
+    share = number, *script.data_parallel_rank_and_size(config)
+    model_config = script.build_model_config(config, len(tokenizer), tokenizer.eos_token_id)
+    model = script.build_model(config, model_config)
+    decayed = script.weight_decay_names(model)
+    model = script.parallelize(model, config, device)
     inner = getattr(model, "module", model)
     seen = {"tied": inner.get_input_embeddings().weight is inner.get_output_embeddings().weight}
     seen["inverse_frequencies"] = inner.get_decoder().rotary_emb.inv_freq.tolist()
@@ -162,7 +175,7 @@ def train(script, flags: dict, device: torch.device, merge=False, count=False) -
         batch = training.global_batch(step, *share)
         if merge:
             batch.micro_batches = [merged(batch.micro_batches)]
-        loss, norm = script.train_step(model, optimizer, batch, config, device, 1e-2)
+        loss, norm = script.train_step(model, optimizer, batch, 1e-2, config, device)
         seen["losses"].append(loss)
         seen["norms"].append(norm)
         if script is ddp_pretrain:
@@ -171,14 +184,14 @@ def train(script, flags: dict, device: torch.device, merge=False, count=False) -
     seen["gradients_freed"] = all(p.grad is None for p in parameters)
     if count:
         with FlopCounterMode(display=False) as flops:
-            script.train_step(model, optimizer, batch, config, device, 0.0)
+            script.train_step(model, optimizer, batch, 0.0, config, device)
         seen["flops"] = flops.get_total_flops()
     seen["validation"] = script.evaluate(model, validation, config, device)
     if config.compile:  # the same shapes again
         seen["graphs"] = [torch._dynamo.utils.counters["stats"]["unique_graphs"]]
         for step in range(STEPS):
             batch = training.global_batch(step, *share)
-            script.train_step(model, optimizer, batch, config, device, 0.0)
+            script.train_step(model, optimizer, batch, 0.0, config, device)
         script.evaluate(model, validation, config, device)
         seen["graphs"].append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     seen["dtypes"] = sorted(
