@@ -60,10 +60,7 @@ import xxhash
 from pydantic import ValidationError
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
 from transformers.convert_slow_tokenizer import TikTokenConverter
-from transformers.integrations.sdpa_attention import repeat_kv
 
 Tokenizer = transformers.PreTrainedTokenizerFast
 ModelConfig = transformers.PreTrainedConfig
@@ -104,9 +101,17 @@ def refusing(what: str, code: int = 2) -> Iterator[None]:
             raise
         if isinstance(error, dcp.CheckpointException):
             error, _ = list(error.failures.values())[0]  # of one of the ranks
-        # An error of datasets has the cause behind a general one.
-        words = str(error.__cause__ or error)[:400]
+        words = str(root_cause(error))[:400]
         refuse(f"{what}: {words or 'nothing is there'}", code)
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """What the system said (such as a full disk) before libraries raised errors of their own."""
+    chain = [error]
+    while chain[-1].__context__ is not None:
+        chain.append(chain[-1].__context__)
+    of_system = [each for each in chain if isinstance(each, OSError)]
+    return of_system[-1] if of_system else error.__cause__ or error
 
 
 def lost_connection(error: BaseException) -> bool:
@@ -118,6 +123,9 @@ def parse_config(config_class: type) -> Any:
     """The command line as the script's `Config`, a pydantic dataclass that knows its limits."""
     parser = transformers.HfArgumentParser(config_class, allow_abbrev=False)
     parser.error = refuse
+    for word in sys.argv:
+        with refusing(f"{ascii(word)} cannot be written to a file"):
+            word.encode()
     try:
         config, rest = parser.parse_args_into_dataclasses(return_remaining_strings=True)
     except ValidationError as error:
@@ -170,7 +178,12 @@ def last_words(error: BaseException) -> tuple[str, int]:
         return f"error: {error}", error.code
     if isinstance(error, SystemExit):  # of --help, or of a `main` that leaves early
         return (error.code, 1) if isinstance(error.code, str) else ("", error.code or 0)
-    return f"rank {os.environ['RANK']} failed:\n{traceback.format_exc()}", 1
+    rank = f"rank {os.environ['RANK']}"
+    if lost_connection(error):
+        return f"{rank} lost another rank: {error}", 1
+    if isinstance(error, KeyboardInterrupt):
+        return f"error: {rank} was interrupted before its first step", 1
+    return f"{rank} failed:\n{traceback.format_exc()}", 1
 
 
 def end_with_launcher() -> None:
@@ -188,10 +201,10 @@ def end_with_launcher() -> None:
 
 
 def say(text: str, end: str = "\n") -> None:
-    """Print at once. A reader who has left (`| head -1`) is no reason to end a run."""
+    """Print at once. A reader who has left (`| head -1`), a full disk: no reason to end a run."""
     try:
         print(text, end=end, flush=True)
-    except BrokenPipeError:
+    except OSError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -217,18 +230,14 @@ def tiktoken_encoding(name: str) -> tiktoken.Encoding:
         return tiktoken.get_encoding(name)
 
 
-END_OF_TEXT = ["<|endoftext|>", "<|end_of_text|>"]  # of OpenAI's encodings, of Llama 3's
-
-
 def to_transformers(encoding: tiktoken.Encoding) -> Tokenizer:
     """The `transformers` tokenizer that gives the same ids; a `Refusal` if there can be none."""
     ranks = encoding._mergeable_ranks
     special = {index: name for name, index in encoding._special_tokens.items()}
     if sorted(ranks.values()) != list(range(len(ranks))):
         refuse(f"--tokenizer {encoding.name}: its ids have gaps between its tokens")
-    end_of_text = [name for name in END_OF_TEXT if name in encoding._special_tokens]
-    if not end_of_text:
-        refuse(f"--tokenizer {encoding.name}: it has no token that ends a text")
+    with refusing(f"--tokenizer {encoding.name} has no token for the end of a text"):
+        end_of_text = special[encoding.eot_token]
     # Added tokens get consecutive ids, so the gaps (cl100k_base has some) need names too.
     added_ids = range(len(ranks), encoding.n_vocab)
     added = [special.get(index, f"<|unused_{index}|>") for index in added_ids]
@@ -242,7 +251,7 @@ def to_transformers(encoding: tiktoken.Encoding) -> Tokenizer:
         converted = converter.converted()
     return Tokenizer(
         tokenizer_object=converted,
-        eos_token=end_of_text[0],
+        eos_token=end_of_text,
         name_or_path=encoding.name,
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,  # as in training: spelled-out special tokens are text
@@ -307,27 +316,7 @@ def standard_library_documents(files: list[str], version: str) -> Iterator[dict[
                 yield {"text": "".join(lines[first - 1 : node.end_lineno])}
 
 
-def docstring_conversations(files: list[str], version: str) -> Iterator[dict[str, Any]]:
-    """A conversation for each documented function: write its docstring, with a thought before."""
-    for tree, _ in read_python(files):
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            docstring = ast.get_docstring(node)
-            if not docstring or len(node.body) == 1:
-                continue
-            del node.body[0]
-            arguments = ", ".join(argument.arg for argument in node.args.args) or "none"
-            thought = f"<|begin_of_thought|>\narguments: {arguments}\n<|end_of_thought|>\n\n"
-            answer = f"{thought}<|begin_of_solution|>\n{docstring}\n<|end_of_solution|>"
-            yield {
-                "system": "You write docstrings. Think first, then answer.",
-                "prompt": f"Write the docstring of:\n\n{ast.unparse(node)}",
-                "completion": answer,
-            }
-
-
-EMBEDDED = {"stdlib": standard_library_documents, "stdlib-docstrings": docstring_conversations}
+EMBEDDED = {"stdlib": standard_library_documents}  # fine-tuning adds its own
 
 
 def open_dataset(name: str, configuration: str | None, split: str) -> datasets.Dataset:
@@ -419,19 +408,32 @@ class Rows:
     def prompt(self) -> np.ndarray:
         """The first tokens of the first row, or those up to the assistant's turn."""
         tokens, learned = self.read(0)
-        answer = int(learned[1:].argmax()) + 1  # 1 in text
-        return tokens[:answer] if answer > 1 else tokens[:64]
+        answer = int(learned[1:].argmax())  # 0 in text
+        return tokens[: answer + 1 if answer else 64]
 
 
-def prepare_in_turn() -> filelock.FileLock:
+@contextlib.contextmanager
+def prepare_in_turn() -> Iterator[None]:
     """A lock for the work that each rank starts before it joins the process group.
 
     The first rank of a node does the work, the others wait and find its cache. So nothing slow
     happens while ranks wait for each other in a collective, whose time is limited.
     """
     folder = Path(datasets.config.HF_DATASETS_CACHE)
-    folder.mkdir(parents=True, exist_ok=True)
-    return filelock.FileLock(folder / "prepare.lock")
+    holder = folder / "prepare.pid"
+    with refusing(f"the cache {folder} cannot be written (HF_HOME is where it is)"):
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = filelock.FileLock(folder / "prepare.lock")
+        try:
+            lock.acquire(timeout=10)
+        except filelock.Timeout:
+            say(f"waiting for process {holder.read_text()}, which prepares data in {folder}")
+            lock.acquire()
+        holder.write_text(str(os.getpid()))
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def load_rows(
@@ -460,7 +462,7 @@ def load_rows(
         # cannot hash.
         key = fingerprint(
             corpus._fingerprint,
-            inspect.getsource(function),
+            sources(function, sources(make_rows, {})),
             columns,
             max_length,
             tokenizer.special_tokens_map,
@@ -468,16 +470,35 @@ def load_rows(
             tokenizer.backend_tokenizer.to_str(),
         )
         processes = min(os.cpu_count(), len(corpus) // 1000)
-        mapped = corpus.map(
-            make_rows,
-            batched=True,
-            remove_columns=corpus.column_names,
-            features=datasets.Features(COLUMNS),
-            fn_kwargs={"function": function, "tokenizer": tokenizer, "max_length": max_length},
-            new_fingerprint=key,
-            num_proc=processes if processes > 1 else None,
-        )
+        try:
+            mapped = corpus.map(
+                make_rows,
+                batched=True,
+                remove_columns=corpus.column_names,
+                features=datasets.Features(COLUMNS),
+                fn_kwargs={"function": function, "tokenizer": tokenizer, "max_length": max_length},
+                new_fingerprint=key,
+                num_proc=processes if processes > 1 else None,
+            )
+        except Exception:
+            for file in corpus.cache_files:  # datasets leaves what its workers had begun
+                for half_made in Path(file["filename"]).parent.glob("tmp*"):
+                    half_made.unlink()
+            raise
     return Rows(mapped.data.table)
+
+
+def sources(function: Callable, found: dict[str, str]) -> dict[str, str]:
+    """Add the source of a function, and of what it names in its module: functions, constants."""
+    found[function.__name__] = inspect.getsource(function)
+    for word in re.findall(r"\w+", found[function.__name__]):
+        named = function.__globals__.get(word)
+        if inspect.isfunction(named) and named.__module__ == function.__module__:
+            if word not in found:
+                sources(named, found)
+        elif word.isupper():  # a constant
+            found[word] = str(named)
+    return found
 
 
 def make_rows(batch: dict, function: Callable, tokenizer: Tokenizer, max_length: int) -> dict:
@@ -491,12 +512,10 @@ def make_rows(batch: dict, function: Callable, tokenizer: Tokenizer, max_length:
             no_tokens, no_learned = np.zeros(0, np.uint32), np.zeros(0, bool)
             made = [(no_tokens, no_learned, 0.0, f"left out, as they {problem}")]
         for tokens, learned, num_bytes, note in made:
-            rows["labels"].append(int(learned[1:].sum()))
-            rows["digest"].append(digest)
-            rows["bytes"].append(num_bytes)
-            rows["note"].append(note)
-            rows["tokens"].append(tokens)
-            rows["learned"].append(learned)
+            num_labels = int(learned[1:].sum())
+            values = (num_labels, digest, num_bytes, note, tokens, learned)  # as in COLUMNS
+            for column, value in zip(rows.values(), values):
+                column.append(value)
     return rows
 
 
@@ -681,8 +700,8 @@ class Batches:
 
             A packed micro-batch, [1, micro_batch_tokens], also has
             position_ids: int64 [1, length], from 0 in each document.
-            cu_seq_lens_q, cu_seq_lens_k: int32 [documents + 1], where documents begin and end.
-            max_length_q, max_length_k: int, the most tokens that a document can have.
+            cu_seq_lens_q: int32 [documents + 1], where documents begin and end.
+            max_length_q: int, the most tokens that a document can have.
         """
         height, width = self.shape(rows)
         inputs = np.full((height, width), self.padding_id)
@@ -712,13 +731,10 @@ class Batches:
         most_boundaries = self.most_rows + 2 + width // self.max_length
         boundaries += [width] * (most_boundaries - len(boundaries))
         starts = np.repeat(boundaries[:-1], np.diff(boundaries))
-        limits = torch.tensor(boundaries, dtype=torch.int32)
         return {
             "position_ids": torch.from_numpy(np.arange(width) - starts)[None],
-            "cu_seq_lens_q": limits,
-            "cu_seq_lens_k": limits,
+            "cu_seq_lens_q": torch.tensor(boundaries, dtype=torch.int32),
             "max_length_q": self.max_length,
-            "max_length_k": self.max_length,
         }
 
     def global_batch(
@@ -731,11 +747,12 @@ class Batches:
         """Step `step`, counted from 0: the micro-batches of one rank, the counts of all."""
         first = step * micro_batches_per_step
         chosen = [self.micro_batch(first + i) for i in range(micro_batches_per_step)]
-        lengths = self.lengths[np.concatenate(chosen)]
-        positions = sum(math.prod(self.shape(rows)) for rows in chosen)
+        rows = np.concatenate(chosen)
+        lengths = self.lengths[rows]
+        positions = sum(math.prod(self.shape(part)) for part in chosen)
         return GlobalBatch(
-            [self.collate(rows) for rows in chosen[data_parallel_rank::data_parallel_size]],
-            num_labels=int(self.num_labels[np.concatenate(chosen)].sum()),
+            [self.collate(part) for part in chosen[data_parallel_rank::data_parallel_size]],
+            num_labels=int(self.num_labels[rows].sum()),
             num_tokens=int(lengths.sum()),
             squared_lengths=int((lengths**2).sum()),
             padding_fraction=1 - int(lengths.sum()) / positions,
@@ -754,30 +771,25 @@ class Batches:
                 made = thread.submit(self.global_batch, step + 1, *part)
                 yield batch
 
-    def evaluation_size(self, num_micro_batches: int) -> int:
-        """Of how many micro-batches a validation is: those asked for, one epoch at most."""
-        return min(num_micro_batches, len(self.plan(0)))
-
     def evaluation(
         self, num_micro_batches: int, data_parallel_rank: int, data_parallel_size: int
     ) -> Iterator[dict[str, Any]]:
-        """This rank's part of the first micro-batches of the stream.
+        """This rank's part of the first micro-batches of the stream, of one epoch at most.
 
         All ranks get equally many, since a forward pass is a collective under FSDP: where they do
         not divide, a rank repeats the last one without labels.
         """
-        size = self.evaluation_size(num_micro_batches)
-        rounds = math.ceil(size / data_parallel_size)
+        plan = self.plan(0)[:num_micro_batches]
+        rounds = math.ceil(len(plan) / data_parallel_size)
         for k in range(data_parallel_rank, rounds * data_parallel_size, data_parallel_size):
-            batch = self.collate(self.micro_batch(min(k, size - 1)))
-            if k >= size:
+            batch = self.collate(plan[min(k, len(plan) - 1)])
+            if k >= len(plan):
                 batch["labels"] = torch.full_like(batch["labels"], IGNORED)
             yield batch
 
     def evaluation_rows(self, num_micro_batches: int) -> np.ndarray:
         """The rows that `evaluation` reads on all ranks together."""
-        size = self.evaluation_size(num_micro_batches)
-        return np.concatenate([self.micro_batch(k) for k in range(size)])
+        return np.concatenate(self.plan(0)[:num_micro_batches])
 
 
 def to_device(micro_batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -788,155 +800,76 @@ def to_device(micro_batch: dict[str, Any], device: torch.device) -> dict[str, An
     }
 
 
-# --- Attention within documents -------------------------------------------------------------------
-
-
-def document_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int = 0,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """`causal_attention` in the form of transformers' `AttentionInterface`.
-
-    Raises:
-        ValueError: the model asks for something that this attention does not apply.
-    """
-    longest = query.shape[2] if cu_seq_lens_q is None else max_length_q
-    unknown = {
-        "an attention mask": attention_mask is not None,
-        "attention sinks": kwargs.get("s_aux") is not None,
-        "a softcap": kwargs.get("softcap") is not None,
-        "bidirectional attention": kwargs.get("is_causal") is False,
-        "a sliding window": (kwargs.get("sliding_window") or longest) < longest,
-    }
-    for setting, asked in unknown.items():
-        if asked:
-            raise ValueError(f"{type(module).__name__} wants {setting}: not supported here")
-    output = causal_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout)
-    return output, None
-
-
-def causal_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    boundaries: torch.Tensor | None,
-    max_document_length: int,
-    scale: float | None,
-    dropout: float = 0.0,
-) -> torch.Tensor:
-    """Causal attention that stays within each document, without a mask.
-
-    Args:
-        query: [rows, heads, length, head size]; key and value may have fewer heads.
-        boundaries: int32 [documents + 1], where the documents of a single packed row begin and end;
-            None if every row is one document, padded on the right.
-        max_document_length: of a packed row.
-        scale: of the products of queries and keys; None for 1 / sqrt(head size).
-
-    Returns:
-        [rows, length, heads, head size]
-    """
-    groups = query.shape[1] // key.shape[1]
-    if boundaries is None:
-        options = {"is_causal": True, "scale": scale, "dropout_p": dropout}
-        output = scaled_dot_product_attention(query, key, value, enable_gqa=groups > 1, **options)
-        return output.transpose(1, 2).contiguous()
-    if len(query) > 1 or dropout:
-        raise ValueError("packed attention is of one row, and has no dropout (--batching bucketed)")
-    if torch.is_autocast_enabled(query.device.type):  # rotary embedding returns fp32 under it
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    key = repeat_kv(key, groups)
-    value = repeat_kv(value, groups)
-    if not query.is_cuda or query.dtype == torch.float32:  # no variable-length kernel takes it
-        return attention_document_by_document(query, key, value, boundaries, scale)
-    output = varlen_attn(
-        query[0].transpose(0, 1),  # [tokens, heads, head size]
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        boundaries,
-        boundaries,
-        max_document_length,
-        max_document_length,
-        scale=scale,
-        window_size=(-1, 0),  # all tokens before, none after
-    )
-    return output[None]
-
-
-@torch.compiler.disable  # every row has other lengths
-def attention_document_by_document(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    boundaries: torch.Tensor,
-    scale: float | None,
-) -> torch.Tensor:
-    """Without a variable-length kernel, faster than one attention with a block-diagonal mask."""
-    lengths = boundaries.diff().tolist()
-    documents = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
-    outputs = [
-        scaled_dot_product_attention(*document, is_causal=True, scale=scale)
-        for document in documents
-        if document[0].shape[2]
-    ]
-    return torch.cat(outputs, dim=2).transpose(1, 2)
-
-
 # --- Architecture and weights in Hugging Face form ------------------------------------------------
 
-# The loss of the scripts has none of these.
-UNKNOWN_SETTINGS = [
-    "final_logit_softcapping",
-    "attn_logit_softcapping",
-    "logit_scale",
-    "logits_scaling",
-    "output_router_logits",
-]
-LENGTH_LIMITS = [
-    "max_position_embeddings",
-    # LongRoPE's: past it, a token's rotation depends on its neighbours in the row.
-    "original_max_position_embeddings",
-    "attention_chunk_size",
-    "sliding_window",
-]
+# The types of transformers' causal language models that train here as they do there: for each of
+# them tests/test_types.py compares loss and gradients, bucketed and packed, with plain
+# transformers. The others want masks, sinks or state that attention here does not have.
+MODEL_TYPES = set(
+    """
+    afmoe arcee aria_text axk1 bitnet deepseek_v3 diffllama ernie4_5 ernie4_5_moe exaone4 exaone_moe
+    flex_olmo gemma gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox granite
+    granitemoe granitemoeshared helium hrm_text hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe
+    kolibri1 laguna llama longcat_flash mellum minimax_m2 ministral3 mistral mixtral moshi olmo
+    olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3
+    solar_open starcoder2 youtu
+    """.split()
+)
+# What the loss and the attention of the scripts do not do -> the value that does not ask for it.
+NEUTRAL_SETTINGS = {
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+    "logits_scaling": 1,
+    "output_router_logits": False,
+    "use_bidirectional_attention": False,
+}
+LENGTH_LIMITS = ["max_position_embeddings", "attention_chunk_size", "sliding_window"]
 
 
-def read_model_config(name: str, vocabulary_size: int, max_length: int) -> ModelConfig:
+def read_model_config(
+    name: str, vocabulary_size: int, max_length: int, batching: str
+) -> ModelConfig:
     """The config.json that `--model` names (code from the hub is never run).
 
-    Refuses a model that would not train on this data as it is meant to.
+    Of a model that also sees or hears it is the config of the language model inside. Refuses a
+    model that would not train on this data as it is meant to.
     """
     with refusing(f"model {name} is neither tiny, qwen2-0.5b nor has a config.json to go by"):
         model_config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
-    model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model_config), None)
-    layers = set(getattr(model_config, "layer_types", None) or [])
-    known_layers = layers <= {"full_attention", "sliding_attention"}
-    if not getattr(model_class, "_supports_attention_backend", False) or not known_layers:
-        refuse(f"--model {name}: its attention cannot be kept within documents")
-    for setting in UNKNOWN_SETTINGS:
-        if getattr(model_config, setting, None) not in (None, 1, False):
+        model_config = model_config.get_text_config()
+    if model_config.model_type not in MODEL_TYPES:
+        known = f"is none of the {len(MODEL_TYPES)} in common.MODEL_TYPES"
+        refuse(f"--model {name}: its type, {model_config.model_type}, {known}")
+    other_layers = set(getattr(model_config, "layer_types", None) or [])
+    other_layers -= {"full_attention", "sliding_attention"}
+    if other_layers:
+        refuse(f"--model {name}: its layers of {min(other_layers)} are not supported")
+    for setting, neutral in NEUTRAL_SETTINGS.items():
+        if getattr(model_config, setting, None) not in (None, neutral):
             refuse(f"--model {name}: its {setting} is not supported")
+    if batching == "packed":
+        for setting, value in model_config.to_dict().items():
+            if re.search("att.*drop", setting) and value:
+                refuse(f"--batching packed knows no {setting}, {value} in --model {name}")
     if vocabulary_size > model_config.vocab_size:
         ids = f"--tokenizer has {vocabulary_size} ids"
         refuse(f"{ids}, --model {name} only {model_config.vocab_size}")
-    for limit in LENGTH_LIMITS:
-        if max_length > (getattr(model_config, limit, None) or math.inf):
+    limits = {limit: getattr(model_config, limit, None) for limit in LENGTH_LIMITS}
+    rotation = getattr(model_config, "rope_parameters", None) or {}
+    if rotation.get("rope_type") == "longrope":
+        # Past it, a token's rotation depends on how long its row is.
+        limit = "original_max_position_embeddings"
+        limits[limit] = rotation[limit]
+    for limit, length in limits.items():
+        if max_length > (length or math.inf):
             refuse(f"--max_length {max_length} exceeds {limit} of --model {name}")
     return model_config
 
 
 def fetch_weights(name: str) -> str:
     """The directory of `--init_from`: itself, the hf/ of a run, or what a hub id has downloaded."""
-    directory = Path(name, "hf") if Path(name, "hf").is_dir() else Path(name)
+    with refusing(f"--init_from {name[:200]} is no path"):
+        directory = Path(name, "hf") if Path(name, "hf").is_dir() else Path(name)
     if not directory.is_dir():
         files = ["*.json", "*.safetensors"]
         with prepare_in_turn(), refusing(f"--init_from {name} is neither here nor on the hub"):
@@ -968,6 +901,32 @@ def load_weights(model: torch.nn.Module, directory: str) -> None:
     set_model_state_dict(model, wanted)
 
 
+TOKENIZER_CODE = """\
+from transformers import PreTrainedTokenizerFast
+
+
+class Tokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Save a tokenizer beside a config.json, so that AutoTokenizer gives it back as it is.
+
+    For some model types AutoTokenizer takes the class that they usually have instead of the one in
+    tokenizer_config.json: of qwen2, Qwen2Tokenizer, with a pre-tokenizer and a normalizer of its
+    own. Where `auto_map` names code it does not; the code runs if somebody asks for it.
+    """
+    tokenizer.save_pretrained(directory)
+    file = directory / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    if settings["tokenizer_class"] != "TokenizersBackend":
+        return  # a class that transformers knows
+    settings["auto_map"] = {"AutoTokenizer": [None, "tokenization.Tokenizer"]}
+    file.write_text(json.dumps(settings, indent=2) + "\n")
+    (directory / "tokenization.py").write_text(TOKENIZER_CODE)
+
+
 def export(checkpoint: Path, directory: Path) -> None:
     """Any checkpoint -> what AutoModelForCausalLM and AutoTokenizer load, in one process on a CPU.
 
@@ -986,7 +945,9 @@ def export(checkpoint: Path, directory: Path) -> None:
     temporary = directory.with_name(directory.name + ".tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     shutil.copytree(checkpoint / "hf", temporary)
-    model.save_pretrained(temporary)
+    # Under the names that the model has, not those of older files: `load_weights` reads these.
+    model.save_pretrained(temporary, save_original_format=False)
+    shutil.copy(checkpoint / "checkpoint.json", temporary)  # says its step
     shutil.rmtree(directory, ignore_errors=True)
     temporary.rename(directory)
 
@@ -1009,8 +970,9 @@ STEP = re.compile(r"step_\d{8}")
 
 def describe_contents(model_config: ModelConfig, tokenizer: Tokenizer, rows: Rows) -> str:
     """What a run trains, and on what: the fingerprint by which a resumed run knows its own."""
-    architecture = model_config.to_dict()
-    architecture.pop("_name_or_path", None)
+    architecture = model_config.to_diff_dict()
+    for changing in ("_name_or_path", "transformers_version"):
+        architecture.pop(changing, None)
     spelling = (tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template)
     return fingerprint(architecture, spelling, xxhash.xxh3_128_hexdigest(rows.digest))
 
@@ -1039,17 +1001,71 @@ def sum_of(file: Path) -> str:
 
 def damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
     """What is wrong with a checkpoint, or None; a collective, as ranks share the reading."""
-    problems: list[str | None] = [None] * world_size
+    problem = None
     try:
         sums = read_description(path)["sums"]
         for name in sorted(sums)[rank::world_size]:
             if not (path / name).is_file() or sum_of(path / name) != sums[name]:
                 raise ValueError(f"{name} is missing or damaged")
     except ValueError as error:
-        problems[rank] = str(error)
-    if world_size > 1:
-        dist.all_gather_object(problems, problems[rank])
+        problem = str(error)
+    problems = gather(problem) if world_size > 1 else [problem]
     return next((problem for problem in problems if problem), None)
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The values of all ranks; a collective."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def is_own(checkpoint: Path, run_dir: Path) -> bool:
+    """Whether a checkpoint is one of a run directory's, be it through symbolic links."""
+    own = run_dir / "checkpoints" / checkpoint.name
+    return own.exists() and own.samefile(checkpoint)
+
+
+def read_metrics(run_dir: Path) -> list[tuple[int, str]]:
+    """The step and the text of each whole line of metrics.jsonl; the last may be half written."""
+    file = run_dir / "metrics.jsonl"
+    with refusing(f"{file} holds a line that is of no step"):
+        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+        return [(int(json.loads(line)["step"]), line) for line in lines if line.endswith("\n")]
+
+
+def refuse_foreign(run_dir: Path, resumed: Path | None) -> None:
+    """A run directory is absent, empty, or a run of ours that this start goes on with.
+
+    A run that died before its first checkpoint was complete may begin anew.
+    """
+    if not run_dir.exists() or (resumed and is_own(resumed, run_dir)):
+        return
+    with refusing(f"--run_dir {run_dir} cannot be written"):
+        names = {path.name for path in run_dir.iterdir()}
+    steps = [step for step, _ in read_metrics(run_dir)]
+    if names <= {"metrics.jsonl"} and not steps:  # empty, or a start that died at once
+        return
+    try:
+        flags = json.loads((run_dir / "config.json").read_text())["flags"]
+        # In the background a checkpoint is complete before the next one begins.
+        first = flags["checkpoint_every"] * (2 if flags["async_checkpoint"] else 1)
+    except (OSError, ValueError, KeyError, TypeError):
+        refuse(f"--run_dir {run_dir} holds other files than those of a run; take another one")
+    checkpoints = any(STEP.fullmatch(path.name) for path in run_dir.glob("checkpoints/*"))
+    if checkpoints or "hf" in names or max(steps, default=0) > first:
+        refuse(f"--run_dir {run_dir} holds a run that this start does not go on with; take another")
+
+
+def remove(directory: Path) -> None:
+    """Remove a directory, or a link to one. If that fails it is said: nothing depends on it."""
+    try:
+        if directory.is_symlink():
+            directory.unlink()
+        else:
+            shutil.rmtree(directory)
+    except OSError as error:
+        say(f"{directory} cannot be removed: {error}")
 
 
 def sync(*paths: Path) -> None:
@@ -1098,10 +1114,6 @@ class Checkpoints:
         found = {path for path in self.directory.glob("step_*") if STEP.fullmatch(path.name)}
         return sorted(found - self.damaged, reverse=True)
 
-    def say(self, text: str) -> None:
-        if self.rank == 0:
-            say(text)
-
     def find(self, resume: str) -> tuple[Path | None, dict[str, Any]]:
         """Where the run goes on from, as `--resume` says, and its progress; None to begin.
 
@@ -1109,9 +1121,11 @@ class Checkpoints:
         of the directory's line of training is refused, and the disk stays as it is.
         """
         self.last = self.choose(resume)
+        refuse_foreign(self.directory.parent, self.last)
         if self.last is None:
             return None, {"step": 0, "tokens": 0}
-        self.say(f"going on from {self.last}")
+        if self.rank == 0:
+            say(f"going on from {self.last}")
         description = read_description(self.last)
         self.refuse_another_run(description)
         return self.last, description["progress"]
@@ -1131,11 +1145,11 @@ class Checkpoints:
             problem = damage(path, self.rank, self.world_size)
             if problem:
                 self.damaged.add(path)
-                self.say(f"{path} is damaged or no checkpoint: {problem}")
+                if self.rank == 0:
+                    say(f"{path} is damaged or no checkpoint: {problem}")
                 continue
-            if resume != "auto" and own:
-                if own[0].name > step_name(read_description(path)["progress"]):
-                    refuse(f"--resume {resume}: {own[0]} is later; {advice}")
+            if own and path != own[0] and is_own(path, self.directory.parent) and resume != "auto":
+                refuse(f"--resume {resume}: {own[0]} is later; {advice}")
             return path
         if candidates:
             refuse(f"--resume {resume}: no undamaged checkpoint to go on from; {advice}")
@@ -1187,7 +1201,7 @@ class Checkpoints:
             temporary = self.last.with_suffix(".tmp")
             if self.rank == 0:
                 for leftover in self.directory.glob("step_*.tmp"):
-                    shutil.rmtree(leftover)  # of a run that died while writing
+                    remove(leftover)  # of a run that died while writing
             dist.barrier(self.group)
             writer(temporary)
             self.complete(temporary, progress)
@@ -1204,12 +1218,10 @@ class Checkpoints:
             writer = re.match(r"__(\d+)_", file.name)  # of DCP's files; the others are rank 0's
             if int(writer[1] if writer else 0) == self.rank:
                 sums[str(file.relative_to(temporary))] = sum_of(file)
-        parts: list[dict[str, str]] = [{}] * self.world_size
-        dist.all_gather_object(parts, sums, group=self.group)
+        for part in gather(sums, self.group):
+            sums |= part
         if self.rank:
             return
-        for part in parts:
-            sums |= part
         description = {"progress": {"validation_loss": None} | progress, **self.facts, "sums": sums}
         description["sum_of_this_file"] = fingerprint(description)
         (temporary / "checkpoint.json").write_text(json.dumps(description, indent=2) + "\n")
@@ -1234,7 +1246,7 @@ class Checkpoints:
             if path != best:
                 removed = path.with_suffix(".tmp")
                 path.rename(removed)  # gone at once, whatever happens now
-                shutil.rmtree(removed)
+                remove(removed)
 
 
 # --- A run: its directory, metrics and progress ---------------------------------------------------
@@ -1254,33 +1266,6 @@ PEAK_FLOPS = {
 }
 
 
-class ModelSize:
-    """Parameters of a model, and those that take part in matrix products of blocks and head."""
-
-    def __init__(self, model_config: ModelConfig):
-        with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(model_config)
-        self.parameters = model.num_parameters()
-        self.in_head = model.get_output_embeddings().weight.numel()
-        self.in_blocks = self.parameters - self.in_head
-        if not model_config.tie_word_embeddings:
-            # The input embedding is a look-up, not a product.
-            self.in_blocks -= model.get_input_embeddings().weight.numel()
-        heads = model_config.num_attention_heads
-        head_size = getattr(model_config, "head_dim", None) or model_config.hidden_size // heads
-        self.attention_width = model_config.num_hidden_layers * heads * head_size
-
-    def flops(self, batch: GlobalBatch) -> int:
-        """Of forward and backward of a step.
-
-        As in PaLM (arXiv 2204.02311, appendix B): 6 a parameter and token, in the head a parameter
-        and label, and 12 x width x length a token for attention. Neither recomputation nor padding
-        counts.
-        """
-        products = self.in_blocks * batch.num_tokens + self.in_head * batch.num_labels
-        return 6 * products + 12 * self.attention_width * batch.squared_lengths
-
-
 def peak_memory(device: torch.device) -> int:
     """Most bytes held so far: on the GPU by torch's allocator, else by the process."""
     if device.type == "cuda":
@@ -1292,14 +1277,14 @@ def peak_memory(device: torch.device) -> int:
 class Run:
     """A run's directory, metrics, words on the terminal and Weights & Biases; rank 0 writes.
 
-    Every rank makes one. It locks the directory and changes nothing there until `begin`. `facts` is
-    what is recorded of the run beside its numbers.
+    Every rank makes one. It changes nothing in the directory until `begin`, which locks it. `facts`
+    is what is recorded of the run beside its numbers.
     """
 
     def __init__(
         self,
         flags: dict[str, Any],
-        model_config: ModelConfig,
+        num_parameters: int,
         contents: str,
         device: torch.device,
         rank: int,
@@ -1310,7 +1295,6 @@ class Run:
         self.device = device
         self.rank = rank
         self.timeout = datetime.timedelta(minutes=flags["timeout_minutes"])
-        self.size = ModelSize(model_config)
         self.wandb = None
         self.profiler = None
         self.stop_requested = False
@@ -1320,25 +1304,23 @@ class Run:
         self.facts = {
             "flags": flags,
             "contents": contents,
-            "parameters": self.size.parameters,
+            "parameters": num_parameters,
             "world_size": world_size,
             "script": Path(sys.argv[0]).name,
             "device": name,
             "torch": torch.__version__,
         }
-        file = self.directory / "metrics.jsonl"
-        what = f"--run_dir {self.directory}"
-        if rank == 0:
-            with refusing(f"{what} cannot be written or is in use by another run"):
-                self.directory.mkdir(parents=True, exist_ok=True)
-                self.metrics = open(file, "a+", buffering=1)  # written line by line
-                # This lock ends with the process, however it dies, and is not inherited by forks.
-                fcntl.lockf(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        dist.barrier()
-        inodes: list[int | None] = [None] * world_size
-        dist.all_gather_object(inodes, file.stat().st_ino if file.exists() else None)
-        if len(set(inodes)) > 1:
-            refuse(f"{what} is not the same directory on all nodes; it has to be one")
+        self.refuse_unlike_ranks()
+
+    def refuse_unlike_ranks(self) -> None:
+        """All ranks have to have the same flags, data, tokenizer and model; a collective."""
+        every = gather(self.flags | {"model, tokenizer or data": self.facts["contents"]})
+        for rank, given in enumerate(every):
+            for name, value in every[0].items():
+                if given.get(name) != value:
+                    refuse(
+                        f"rank {rank} has another {name} than rank 0: {given.get(name)}, {value}"
+                    )
 
     def begin(self, resumed: Path | None, step: int) -> None:
         """All checks have passed and training begins after `step`.
@@ -1353,19 +1335,33 @@ class Run:
             dist.distributed_c10d._set_pg_timeout(self.timeout, group)
         for stop_signal in (signal.SIGTERM, signal.SIGINT):
             signal.signal(stop_signal, self.request_stop)
-        if self.rank:
-            return
-        own = resumed and resumed.resolve().parents[1] == self.directory.resolve()
-        self.metrics.seek(0)
-        kept = ""
-        for line in self.metrics.readlines():  # the last one may be half written
-            if own and line.endswith("\n") and json.loads(line)["step"] <= step:
-                kept += line
-        self.metrics.truncate(len(kept))
-        self.trace(step)
+        if self.rank == 0:
+            with refusing(
+                f"--run_dir {self.directory} cannot be written or is in use by another run"
+            ):
+                self.open_files(resumed, step)
+            self.trace(step)
+            if self.flags["wandb_project"]:
+                self.begin_wandb()
+        dist.barrier()
+        file = self.directory / "metrics.jsonl"
+        inodes = gather(file.stat().st_ino if file.exists() else None)
+        if len(set(inodes)) > 1:
+            refuse(f"--run_dir {self.directory} has to be the same directory on all nodes")
+
+    def open_files(self, resumed: Path | None, step: int) -> None:
+        """Lock the directory, write config.json and cut metrics.jsonl after `step`."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.metrics = open(self.directory / "metrics.jsonl", "a+", buffering=1)  # line by line
+        # This lock ends with the process, however it dies, and is not inherited by forks.
+        fcntl.lockf(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (self.directory / "config.json").write_text(json.dumps(self.facts, indent=2) + "\n")
-        if self.flags["wandb_project"]:
-            self.begin_wandb()
+        kept = ""
+        if resumed and is_own(resumed, self.directory):
+            for line_step, line in read_metrics(self.directory):
+                if line_step <= step:
+                    kept += line
+        self.metrics.truncate(len(kept))
 
     def begin_wandb(self) -> None:
         import wandb
@@ -1418,17 +1414,18 @@ class Run:
         if self.wandb is not None:
             self.wandb.log(finite)
 
-    def log_step(self, batch: GlobalBatch, step: int, loss: float, **measured: float) -> None:
+    def log_step(
+        self, batch: GlobalBatch, flops: int, step: int, loss: float, **measured: float
+    ) -> None:
         """Log an optimizer step (`measured` as it is); the terminal hears of one in ten seconds."""
         seconds = measured["step_seconds"]
-        flops_per_second = self.size.flops(batch) / seconds
         line = {
             "step": step,
             "loss": loss,
             **measured,
             "padding_fraction": batch.padding_fraction,
             "tokens_per_second": batch.num_labels / seconds,
-            "mfu": flops_per_second / self.peak_flops if self.peak_flops else None,
+            "mfu": flops / seconds / self.peak_flops if self.peak_flops else None,
             "peak_memory_gib": peak_memory(self.device) / 2**30,
         }
         self.log(line)
@@ -1492,7 +1489,8 @@ def command_line() -> None:
         refuse("usage: python common.py export CHECKPOINT OUT")
     checkpoint = Path(sys.argv[2])
     out = Path(sys.argv[3])
-    problem = f"{out} exists already" if out.exists() else damage(checkpoint)
+    taken = [path for path in (out, out.with_name(out.name + ".tmp")) if path.exists()]
+    problem = f"{taken[0]} exists already" if taken else damage(checkpoint)
     if problem:
         refuse(f"export of {checkpoint}: {problem}")
     export(checkpoint, out)

@@ -39,8 +39,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
+from transformers.integrations.sdpa_attention import repeat_kv
 
 import common
 from common import flag
@@ -123,7 +125,9 @@ class Config:
 
     # the run
     run_dir: str = flag("runs/fsdp2_cp_pretrain", "directory of everything that the run writes")
-    timeout_minutes: PositiveFloat = flag(10.0, "longest wait for another rank, in minutes")
+    timeout_minutes: Annotated[float, Field(ge=0.05)] = flag(
+        10.0, "longest wait for another rank, in minutes"
+    )
     trace_steps: list[PositiveInt] | None = flag(None, "first and last step to profile")
     wandb_project: str | None = flag(None, "Weights & Biases project to log to as well")
 
@@ -237,12 +241,117 @@ def build_model_config(
             **SHAPES[config.model],
         )
     else:
-        model_config = common.read_model_config(config.model, vocabulary_size, config.max_length)
+        model_config = common.read_model_config(
+            config.model, vocabulary_size, config.max_length, config.batching
+        )
     model_config.eos_token_id = eos_token_id  # where generation stops
     # The embedding of a pad token would never be trained, so the model is told of none.
     model_config.pad_token_id = None
     model_config.bos_token_id = None
     return model_config
+
+
+def document_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int = 0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """`causal_attention` in the form of transformers' `AttentionInterface`.
+
+    Raises:
+        ValueError: the model asks for something that this attention does not apply.
+    """
+    longest = query.shape[2] if cu_seq_lens_q is None else max_length_q
+    is_causal = kwargs.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    unknown = {
+        "an attention mask": attention_mask is not None,
+        "attention sinks": kwargs.get("s_aux") is not None,
+        "a softcap": kwargs.get("softcap") is not None,
+        "bidirectional attention": not is_causal,
+        "a sliding window": (kwargs.get("sliding_window") or longest) < longest,
+    }
+    for setting, asked in unknown.items():
+        if asked:
+            raise ValueError(f"{type(module).__name__} wants {setting}: not supported here")
+    output = causal_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout)
+    return output, None
+
+
+def causal_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: torch.Tensor | None,
+    max_document_length: int,
+    scale: float | None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Causal attention that stays within each document, without a mask.
+
+    Args:
+        query: [rows, heads, length, head size]; key and value may have fewer heads.
+        boundaries: int32 [documents + 1], where the documents of a single packed row begin and end;
+            None if every row is one document, padded on the right.
+        max_document_length: of a packed row.
+        scale: of the products of queries and keys; None for 1 / sqrt(head size).
+
+    Returns:
+        [rows, length, heads, head size]
+    """
+    groups = query.shape[1] // key.shape[1]
+    if boundaries is None:
+        options = {"is_causal": True, "scale": scale, "dropout_p": dropout}
+        output = nn.functional.scaled_dot_product_attention(
+            query, key, value, enable_gqa=groups > 1, **options
+        )
+        return output.transpose(1, 2).contiguous()
+    if len(query) > 1 or dropout:
+        raise ValueError("packed attention is of one row, and has no dropout (--batching bucketed)")
+    if torch.is_autocast_enabled(query.device.type):  # rotary embedding returns fp32 under it
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    key = repeat_kv(key, groups)
+    value = repeat_kv(value, groups)
+    if not query.is_cuda or query.dtype == torch.float32:  # no variable-length kernel takes it
+        return attention_document_by_document(query, key, value, boundaries, scale)
+    output = varlen_attn(
+        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),  # [tokens, heads, size]
+        boundaries,
+        boundaries,
+        max_document_length,
+        max_document_length,
+        scale=scale,
+        window_size=(-1, 0),  # all tokens before, none after
+    )
+    return output[None]
+
+
+@torch.compiler.disable  # every row has other lengths
+def attention_document_by_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: torch.Tensor,
+    scale: float | None,
+) -> torch.Tensor:
+    """Without a variable-length kernel, faster than one attention with a block-diagonal mask."""
+    lengths = boundaries.diff().tolist()
+    documents = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
+    outputs = [
+        nn.functional.scaled_dot_product_attention(*document, is_causal=True, scale=scale)
+        for document in documents
+        if document[0].shape[2]
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
 def summed_cross_entropy(
@@ -297,7 +406,7 @@ def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
     NOTE: the order matters. First activation checkpointing, then compile: around a compiled block,
     both would compute it again. Then DDP or FSDP, which the compiler should not see.
     """
-    AttentionInterface.register("documents", common.document_attention)
+    AttentionInterface.register("documents", document_attention)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             model_config, dtype=torch.float32, attn_implementation="documents"
@@ -382,6 +491,33 @@ def initialize(modules: Iterable[nn.Module], model: nn.Module, device: torch.dev
             raise ValueError(f"transformers leaves {module.seed_text} uninitialized")
 
 
+class ModelSize:
+    """Parameters of a model, and those that take part in matrix products of blocks and head."""
+
+    def __init__(self, model: nn.Module):
+        config = model.config
+        self.num_parameters = model.num_parameters()
+        self.in_head = model.get_output_embeddings().weight.numel()
+        self.in_blocks = self.num_parameters - self.in_head
+        if not config.tie_word_embeddings:
+            # The input embedding is a look-up, not a product.
+            self.in_blocks -= model.get_input_embeddings().weight.numel()
+        head_size = getattr(config, "head_dim", None)
+        if head_size is None:
+            head_size = config.hidden_size // config.num_attention_heads
+        self.attention_width = config.num_hidden_layers * config.num_attention_heads * head_size
+
+    def flops(self, batch: common.GlobalBatch) -> int:
+        """Floating-point operations of forward and backward of a step, for the MFU.
+
+        As in PaLM (arXiv 2204.02311, appendix B): 6 a parameter and token, in the head a parameter
+        and label, and 12 x width x length a token for attention. Neither recomputation nor padding
+        counts.
+        """
+        products = self.in_blocks * batch.num_tokens + self.in_head * batch.num_labels
+        return 6 * products + 12 * self.attention_width * batch.squared_lengths
+
+
 def weight_decay_names(model: nn.Module) -> set[str]:
     """Names of the parameters that decay: matrices, but not embeddings."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -460,7 +596,7 @@ def context_parallel_attention(
     query = exchange(query, group)
     key = exchange(key, group)
     value = exchange(value, group)
-    output, _ = common.document_attention(module, query, key, value, attention_mask, **kwargs)
+    output, _ = document_attention(module, query, key, value, attention_mask, **kwargs)
     return exchange(output, group), None  # [rows, length / C, heads, head size]
 
 
@@ -654,7 +790,7 @@ def save_checkpoint(
     def write(directory: Path) -> None:
         if dist.get_rank() == 0:
             model_config.save_pretrained(directory / "hf")
-            tokenizer.save_pretrained(directory / "hf")
+            common.save_tokenizer(tokenizer, directory / "hf")
         if config.checkpoint_style == "stateful":
             dcp.save({"app": state_dict}, checkpoint_id=directory, process_group=group)
         else:
@@ -758,7 +894,12 @@ def main() -> None:
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     contents = common.describe_contents(model_config, tokenizer, rows)
-    run = common.Run(vars(config), model_config, contents, device, rank, world_size)
+    model = build_model(config, model_config)
+    size = ModelSize(model)
+    run = common.Run(vars(config), size.num_parameters, contents, device, rank, world_size)
+    for note, count in rows.notes.items():
+        if note:
+            run.say(f"{count:,} documents are {note}")
     checkpoints = common.Checkpoints(
         run.directory / "checkpoints",
         keep=config.keep_checkpoints,
@@ -770,7 +911,6 @@ def main() -> None:
     # Where the run goes on from, if there is something: every rank checks a part of its files.
     resumed, progress = checkpoints.find(config.resume)
 
-    model = build_model(config, model_config)
     decayed = weight_decay_names(model)
     model = parallelize(model, config, device)
     optimizer = build_optimizer(model, decayed, config)
@@ -802,6 +942,7 @@ def main() -> None:
         progress = {"step": step, "tokens": progress["tokens"] + batch.num_labels}
         run.log_step(
             batch,
+            size.flops(batch),
             **progress,
             loss=loss,
             grad_norm=grad_norm,

@@ -19,10 +19,12 @@ reduce-scatter of its gradients, P(N-1)/N. That is 1.5 times DDP's (1.0 in bf16,
 gathers), most of it while a neighbouring block computes. Each of k micro-batches gathers anew.
 """
 
+import ast
 import copy
 import gc
 import math
 import os
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -48,8 +50,10 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
+from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.utils.chat_template_utils import render_jinja_template
 
 import common
@@ -134,7 +138,9 @@ class Config:
 
     # the run
     run_dir: str = flag("runs/fsdp2_sft", "directory of everything that the run writes")
-    timeout_minutes: PositiveFloat = flag(10.0, "longest wait for another rank, in minutes")
+    timeout_minutes: Annotated[float, Field(ge=0.05)] = flag(
+        10.0, "longest wait for another rank, in minutes"
+    )
     trace_steps: list[PositiveInt] | None = flag(None, "first and last step to profile")
     wandb_project: str | None = flag(None, "Weights & Biases project to log to as well")
 
@@ -203,12 +209,9 @@ BEYOND_TEXT = [
     "images", "image", "audio", "audios", "videos", "video",
     "reasoning", "reasoning_content", "thinking", "thought",
 ]  # fmt: skip
+NOTHING = ["None", "", "[]", "{}", "null"]  # as what is not there may be written
 CONVERSATIONS = [
-    "messages",
-    "conversations",
-    "prompt",
-    "completion",
-    "system",
+    *("messages", "conversations", "prompt", "completion", "system", "chat_template_kwargs"),
     *BEYOND_TEXT,
 ]
 
@@ -216,49 +219,90 @@ CONVERSATIONS = [
 def read_conversation(row: dict[str, Any]) -> tuple[list[dict[str, str]], int]:
     """Messages (role, content) of a row in any of the known forms, and how many answers to learn.
 
-    Of `messages` or `conversations` every answer is learned, of `prompt` and `completion` those in
-    the completion.
+    Of `messages` or `conversations` every answer is learned; a `prompt` beside them is their first
+    question once more. Of `prompt` and `completion` the answers in the completion are learned.
 
     Raises:
         ValueError: why the row is left out.
     """
-    if any(row.get(name) for name in BEYOND_TEXT):
-        raise ValueError("hold tools, thoughts or media beside the text")
+    refuse_beyond_text(row)
+    arguments = row.get("chat_template_kwargs") or {}
+    if not isinstance(arguments, dict) or any(value is not None for value in arguments.values()):
+        raise ValueError("hold arguments of a template")
     turns = row.get("messages") or row.get("conversations")
     if isinstance(turns, str):
         raise ValueError("hold no messages")
-    messages = read_messages(row.get("system"), "system") + read_messages(row.get("prompt"), "user")
-    answered = read_messages(turns or row.get("completion"), "assistant")
+    messages = read_messages(row.get("system"), "system")
+    if turns is None or turns == []:
+        messages += read_messages(row.get("prompt"), "user")
+        turns = row.get("completion")
+    answered = read_messages(turns, "assistant")
     answers = sum(message["role"] == "assistant" for message in answered)
     if not answers:
         raise ValueError("hold no answer")
     return messages + answered, answers
 
 
+def refuse_beyond_text(item: dict[str, Any]) -> None:
+    """ValueError if a row or a message holds what is no text."""
+    if any(item.get(name) and str(item[name]) not in NOTHING for name in BEYOND_TEXT):
+        raise ValueError("hold tools, thoughts or media beside the text")
+
+
 def read_messages(value: Any, role: str) -> list[dict[str, str]]:
-    """The messages of a column: a list of them, or a text, which is one message of that role."""
+    """The messages of a column: a list of them, or one: as a dict, or as a text of that role."""
+    if value is None:
+        return []
     if isinstance(value, str):
-        value = [{"role": role, "content": value}]
-    return [read_message(message) for message in value] if isinstance(value, list) else []
+        value = {"role": role, "content": value}
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list):
+        raise ValueError("hold no messages")
+    return [read_message(message) for message in value]
 
 
 def read_message(message: dict[str, Any]) -> dict[str, str]:
     """Role and content of a message; ValueError if it is no message, or more than text."""
     if not isinstance(message, dict):
         raise ValueError("hold no messages")
+    refuse_beyond_text(message)
+    if message.get("weight") == 0:
+        raise ValueError("hold messages of weight 0, not to be learned")
     role = message.get("role") or message.get("from")
     content = message.get("content")
     if content is None:
         content = message.get("value")
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        if all(part.get("type") == "text" for part in content):
-            content = "".join(str(part.get("text")) for part in content)
-    if any(message.get(name) for name in BEYOND_TEXT) or message.get("weight") == 0:
-        raise ValueError("hold tools, thoughts or media beside the text")
+        parts = [part.get("text") for part in content if part.get("type") == "text"]
+        if len(parts) == len(content) and None not in parts:
+            content = "".join(parts)
     if not isinstance(role, str) or not isinstance(content, str):
         raise ValueError("hold messages without role or text")
     return {"role": ROLES.get(role, role), "content": content}
 
+
+def docstring_conversations(files: list[str], version: str) -> Iterator[dict[str, Any]]:
+    """A conversation for each documented function: write its docstring, with a thought before."""
+    for tree, _ in common.read_python(files):
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            docstring = ast.get_docstring(node)
+            if not docstring or len(node.body) == 1:
+                continue
+            del node.body[0]
+            arguments = ", ".join(argument.arg for argument in node.args.args) or "none"
+            thought = f"<|begin_of_thought|>\narguments: {arguments}\n<|end_of_thought|>\n\n"
+            answer = f"{thought}<|begin_of_solution|>\n{docstring}\n<|end_of_solution|>"
+            yield {
+                "system": "You write docstrings. Think first, then answer.",
+                "prompt": f"Write the docstring of:\n\n{ast.unparse(node)}",
+                "completion": answer,
+            }
+
+
+common.EMBEDDED["stdlib-docstrings"] = docstring_conversations
 
 TURN = ["<|im_start|>", "<|im_end|>"]
 # What an assistant may write inside of an answer, each of them one token.
@@ -312,7 +356,8 @@ def chat_tokenizer(name: str) -> tuple[Any, int]:
     if tokenizer.pad_token in endings:
         used = endings.union(TURN, INSIDE, {str(added[i]) for i in ids.tolist() if i in added})
         unused = [str(token) for token in added.values() if token.special]
-        unused = [token for token in unused if token not in used]
+        template = tokenizer.chat_template
+        unused = [token for token in unused if token not in used and token not in template]
         tokenizer.add_special_tokens({"pad_token": unused[0] if unused else "<|pad|>"})
     return tokenizer, known_ids
 
@@ -335,10 +380,12 @@ def encode(
     encoding = tokenizer.backend_tokenizer.encode(texts[0], add_special_tokens=False)
     offsets = np.array(encoding.offsets).reshape(-1, 2)  # begin and end in characters
     learned = np.zeros(len(encoding.ids), bool)
-    # A template may mark several stretches of one answer.
     all_answers = sum(message["role"] == "assistant" for message in messages)
-    stretches_per_answer = max(1, len(stretches) // all_answers)
-    for begin, end in stretches[-answers * stretches_per_answer :]:
+    if answers < all_answers:
+        # A template may mark several stretches of one answer.
+        stretches_per_answer = max(1, len(stretches) // all_answers)
+        stretches = stretches[-answers * stretches_per_answer :]
+    for begin, end in stretches:
         not_empty = offsets[:, 0] < offsets[:, 1]
         learned |= not_empty & (offsets[:, 0] < end) & (offsets[:, 1] > begin)
     return np.array(encoding.ids, np.uint32), learned
@@ -350,13 +397,18 @@ def chat_rows(row: dict[str, Any], tokenizer: Any, max_length: int) -> Iterator[
     Raises:
         ValueError: why the conversation is left out.
     """
-    markers = {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+    added = tokenizer.added_tokens_decoder.values()
+    special = {str(token) for token in added if token.special}
+    # Some tokenizers mark turns by added tokens that are not special.
+    of_template = {str(token) for token in added if str(token) in tokenizer.chat_template}
     messages, answers = read_conversation(row)
     for message in messages:
-        # Whoever spells out a special token could forge a turn.
-        allowed = INSIDE if message["role"] == "assistant" else []
+        # Whoever spells out such a token could forge a turn.
+        forbidden = special | of_template
+        if message["role"] == "assistant":
+            forbidden = special.difference(INSIDE)
         text = message["role"] + message["content"]
-        if any(marker in text for marker in markers.difference(allowed)):
+        if any(marker in text for marker in forbidden if marker.strip()):
             raise ValueError("spell out a special token")
     ids, learned = encode(tokenizer, messages, answers)
     if not learned[1 : max_length + 1].any():
@@ -376,10 +428,11 @@ def grow_vocabulary(directory: str, known_ids: int, vocabulary_size: int) -> str
     """
     if vocabulary_size == known_ids:
         return directory
-    stamps = [file.stat().st_mtime_ns for file in sorted(Path(directory).glob("*.safetensors"))]
-    key = common.fingerprint(str(Path(directory).resolve()), stamps, known_ids, vocabulary_size)
+    files = [Path(directory, "config.json"), *sorted(Path(directory).glob("*.safetensors"))]
+    sums = [common.sum_of(file) for file in files]
+    key = common.fingerprint(sums, known_ids, vocabulary_size)
     grown = Path(datasets.config.HF_DATASETS_CACHE) / f"grown-{key}"
-    with common.prepare_in_turn():
+    with common.prepare_in_turn(), common.refusing(f"cannot make {grown}"):
         if grown.exists():
             return str(grown)
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -394,9 +447,9 @@ def grow_vocabulary(directory: str, known_ids: int, vocabulary_size: int) -> str
             mean = weight[:known_ids].mean(0)
             noise = torch.randn(rows - known_ids, known_ids, generator=generator)
             weight[known_ids:] = mean + noise @ (weight[:known_ids] - mean) / known_ids**0.5
-        temporary = grown.with_suffix(".tmp")
-        model.save_pretrained(temporary)
-        temporary.rename(grown)
+        with tempfile.TemporaryDirectory(dir=grown.parent) as temporary:  # gone if anything fails
+            model.save_pretrained(Path(temporary, "grown"), save_original_format=False)
+            Path(temporary, "grown").rename(grown)
     return str(grown)
 
 
@@ -454,12 +507,117 @@ def build_model_config(
             **SHAPES[config.model],
         )
     else:
-        model_config = common.read_model_config(config.model, vocabulary_size, config.max_length)
+        model_config = common.read_model_config(
+            config.model, vocabulary_size, config.max_length, config.batching
+        )
     model_config.eos_token_id = eos_token_id  # where generation stops
     # The embedding of a pad token would never be trained, so the model is told of none.
     model_config.pad_token_id = None
     model_config.bos_token_id = None
     return model_config
+
+
+def document_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int = 0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """`causal_attention` in the form of transformers' `AttentionInterface`.
+
+    Raises:
+        ValueError: the model asks for something that this attention does not apply.
+    """
+    longest = query.shape[2] if cu_seq_lens_q is None else max_length_q
+    is_causal = kwargs.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    unknown = {
+        "an attention mask": attention_mask is not None,
+        "attention sinks": kwargs.get("s_aux") is not None,
+        "a softcap": kwargs.get("softcap") is not None,
+        "bidirectional attention": not is_causal,
+        "a sliding window": (kwargs.get("sliding_window") or longest) < longest,
+    }
+    for setting, asked in unknown.items():
+        if asked:
+            raise ValueError(f"{type(module).__name__} wants {setting}: not supported here")
+    output = causal_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout)
+    return output, None
+
+
+def causal_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: torch.Tensor | None,
+    max_document_length: int,
+    scale: float | None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Causal attention that stays within each document, without a mask.
+
+    Args:
+        query: [rows, heads, length, head size]; key and value may have fewer heads.
+        boundaries: int32 [documents + 1], where the documents of a single packed row begin and end;
+            None if every row is one document, padded on the right.
+        max_document_length: of a packed row.
+        scale: of the products of queries and keys; None for 1 / sqrt(head size).
+
+    Returns:
+        [rows, length, heads, head size]
+    """
+    groups = query.shape[1] // key.shape[1]
+    if boundaries is None:
+        options = {"is_causal": True, "scale": scale, "dropout_p": dropout}
+        output = nn.functional.scaled_dot_product_attention(
+            query, key, value, enable_gqa=groups > 1, **options
+        )
+        return output.transpose(1, 2).contiguous()
+    if len(query) > 1 or dropout:
+        raise ValueError("packed attention is of one row, and has no dropout (--batching bucketed)")
+    if torch.is_autocast_enabled(query.device.type):  # rotary embedding returns fp32 under it
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    key = repeat_kv(key, groups)
+    value = repeat_kv(value, groups)
+    if not query.is_cuda or query.dtype == torch.float32:  # no variable-length kernel takes it
+        return attention_document_by_document(query, key, value, boundaries, scale)
+    output = varlen_attn(
+        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),  # [tokens, heads, size]
+        boundaries,
+        boundaries,
+        max_document_length,
+        max_document_length,
+        scale=scale,
+        window_size=(-1, 0),  # all tokens before, none after
+    )
+    return output[None]
+
+
+@torch.compiler.disable  # every row has other lengths
+def attention_document_by_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: torch.Tensor,
+    scale: float | None,
+) -> torch.Tensor:
+    """Without a variable-length kernel, faster than one attention with a block-diagonal mask."""
+    lengths = boundaries.diff().tolist()
+    documents = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
+    outputs = [
+        nn.functional.scaled_dot_product_attention(*document, is_causal=True, scale=scale)
+        for document in documents
+        if document[0].shape[2]
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
 def summed_cross_entropy(
@@ -514,7 +672,7 @@ def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
     NOTE: the order matters. First activation checkpointing, then compile: around a compiled block,
     both would compute it again. Then DDP or FSDP, which the compiler should not see.
     """
-    AttentionInterface.register("documents", common.document_attention)
+    AttentionInterface.register("documents", document_attention)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             model_config, dtype=torch.float32, attn_implementation="documents"
@@ -597,6 +755,33 @@ def initialize(modules: Iterable[nn.Module], model: nn.Module, device: torch.dev
             model._init_weights(module)
         if any(tensor.isnan().any() for tensor in floating):
             raise ValueError(f"transformers leaves {module.seed_text} uninitialized")
+
+
+class ModelSize:
+    """Parameters of a model, and those that take part in matrix products of blocks and head."""
+
+    def __init__(self, model: nn.Module):
+        config = model.config
+        self.num_parameters = model.num_parameters()
+        self.in_head = model.get_output_embeddings().weight.numel()
+        self.in_blocks = self.num_parameters - self.in_head
+        if not config.tie_word_embeddings:
+            # The input embedding is a look-up, not a product.
+            self.in_blocks -= model.get_input_embeddings().weight.numel()
+        head_size = getattr(config, "head_dim", None)
+        if head_size is None:
+            head_size = config.hidden_size // config.num_attention_heads
+        self.attention_width = config.num_hidden_layers * config.num_attention_heads * head_size
+
+    def flops(self, batch: common.GlobalBatch) -> int:
+        """Floating-point operations of forward and backward of a step, for the MFU.
+
+        As in PaLM (arXiv 2204.02311, appendix B): 6 a parameter and token, in the head a parameter
+        and label, and 12 x width x length a token for attention. Neither recomputation nor padding
+        counts.
+        """
+        products = self.in_blocks * batch.num_tokens + self.in_head * batch.num_labels
+        return 6 * products + 12 * self.attention_width * batch.squared_lengths
 
 
 def weight_decay_names(model: nn.Module) -> set[str]:
@@ -806,7 +991,7 @@ def save_checkpoint(
     def write(directory: Path) -> None:
         if dist.get_rank() == 0:
             model_config.save_pretrained(directory / "hf")
-            tokenizer.save_pretrained(directory / "hf")
+            common.save_tokenizer(tokenizer, directory / "hf")
         if config.checkpoint_style == "stateful":
             dcp.save({"app": state_dict}, checkpoint_id=directory, process_group=group)
         else:
@@ -914,7 +1099,9 @@ def main() -> None:
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     contents = common.describe_contents(model_config, tokenizer, rows)
-    run = common.Run(vars(config), model_config, contents, device, rank, world_size)
+    model = build_model(config, model_config)
+    size = ModelSize(model)
+    run = common.Run(vars(config), size.num_parameters, contents, device, rank, world_size)
     for note, count in rows.notes.items():
         if note:
             run.say(f"{count:,} conversations are {note}")
@@ -929,7 +1116,6 @@ def main() -> None:
     # Where the run goes on from, if there is something: every rank checks a part of its files.
     resumed, progress = checkpoints.find(config.resume)
 
-    model = build_model(config, model_config)
     decayed = weight_decay_names(model)
     model = parallelize(model, config, device)
     optimizer = build_optimizer(model, decayed, config)
@@ -961,6 +1147,7 @@ def main() -> None:
         progress = {"step": step, "tokens": progress["tokens"] + batch.num_labels}
         run.log_step(
             batch,
+            size.flops(batch),
             **progress,
             loss=loss,
             grad_norm=grad_norm,

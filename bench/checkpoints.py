@@ -36,7 +36,7 @@ def main() -> None:
         )  # fmt: skip
         session = shared.Session(script, config)
         data = session.data
-        run = shared.make_run(config, data, device)
+        run = shared.make_run(config, data, session.size, device)
         checkpoints = common.Checkpoints(
             run.directory / "checkpoints",
             keep=1,

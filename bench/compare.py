@@ -111,7 +111,7 @@ def prepare_pretraining(folder: Path, steps: int) -> dict[str, Any]:
 def prepare_fine_tuning(folder: Path, steps: int) -> dict[str, Any]:
     """Conversations, a tokenizer with our template, and those of them that ours trains on."""
     rows = []
-    for row in common.docstring_conversations(common.standard_library_files(), ""):
+    for row in fsdp2_sft.docstring_conversations(common.standard_library_files(), ""):
         texts = {"system": row["system"], "user": row["prompt"], "assistant": row["completion"]}
         whole = "".join(texts.values())
         # transformers' mask, which TRL uses, leaves out the last bytes of what is not ASCII.

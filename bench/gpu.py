@@ -85,7 +85,7 @@ def measure(what: str) -> dict[str, Any]:
     model_config = script.build_model_config(config, VOCABULARY, eos_token_id=None)
     data = SimpleNamespace(training=training, model_config=model_config)
     session = Session(script, config, data)
-    size, peak_flops = common.ModelSize(model_config), PEAK and PEAK * ranks
+    peak_flops = PEAK and PEAK * ranks
     shapes = {training.shape(training.micro_batch(k)): k for k in range(500 * config.compile)}
     for number in shapes.values():  # each is compiled before the clock runs
         micro_batch = training.collate(training.micro_batch(number))
@@ -100,7 +100,7 @@ def measure(what: str) -> dict[str, Any]:
         session.train_step(batch, 1e-4)  # returns numbers, so the GPU has ended the step
         if step >= WARM:
             read += batch.num_tokens
-            flops += size.flops(batch)
+            flops += session.size.flops(batch)
     seconds = time.perf_counter() - started
     return {
         "tokens_per_second": read / seconds,

@@ -139,7 +139,7 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             "cut once it has its numbers and before it is sharded. Cutting makes new parameters, "
             "which unties the head from the embedding, so it is tied after that.",
             ["Cut layers over groups", "check_model(model, config)", "mesh._flatten",
-             '"shard", "tensor"', "shard = partial(", "cut(", "have untied them",
+             '"shard", "tensor"', "shard = partial(", "cut_layers(", "have untied them",
              "set_requires_all_reduce"],
         ),
     ],
@@ -189,7 +189,7 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             "The data: the same batches, with labels of -100 on all that is not the assistant's. "
             "Nothing in the loop changes, since the loss is a sum over labels divided by their "
             "number in the whole global batch.",
-            ["function=chat_rows", "rows.notes"],
+            ["function=chat_rows", "conversations are {note}"],
         ),
     ],
 }  # fmt: skip

@@ -150,15 +150,15 @@ def build(script: Any, config: Any, model_config: Any, device: Any) -> tuple[Any
     return model, script.build_optimizer(model, decayed, config)
 
 
-def make_run(config: Any, data: SimpleNamespace, device: Any) -> Any:
-    """The run of a script's `main`."""
+def make_run(config: Any, data: SimpleNamespace, size: Any, device: Any) -> Any:
+    """The run of a script's `main`; `size` is its ModelSize."""
     import torch.distributed as dist
 
     import common
 
     contents = common.describe_contents(data.model_config, data.tokenizer, data.rows)
     ranks = dist.get_rank(), dist.get_world_size()
-    return common.Run(vars(config), data.model_config, contents, device, *ranks)
+    return common.Run(vars(config), size.num_parameters, contents, device, *ranks)
 
 
 class Session:
@@ -180,6 +180,7 @@ class Session:
         if not dist.is_initialized():
             script.init_process_group(config)
         self.device = torch.device("cuda" if script.CUDA else "cpu")
+        self.size = script.ModelSize(script.build_model(config, self.data.model_config))
         self.model, self.optimizer = build(script, config, self.data.model_config, self.device)
         self.state = script.State(self.model, self.optimizer)
         if config.init_from:
@@ -211,7 +212,7 @@ class Session:
         import torch.distributed as dist
 
         config, rank, ranks = self.config, dist.get_rank(), dist.get_world_size()
-        run = make_run(config, self.data, self.device)
+        run = make_run(config, self.data, self.size, self.device)
         run.begin(None, 0)
         batches, tokens = self.batches(0, config.steps), 0
         for step in range(1, config.steps + 1):
@@ -225,8 +226,8 @@ class Session:
             )
             tokens += batch.num_labels
             run.log_step(
-                batch, step=step, tokens=tokens, loss=loss, grad_norm=grad_norm,
-                learning_rate=learning_rate, data_seconds=waited,
+                batch, self.size.flops(batch), step=step, tokens=tokens, loss=loss,
+                grad_norm=grad_norm, learning_rate=learning_rate, data_seconds=waited,
                 step_seconds=time.perf_counter() - started,
             )  # fmt: skip
             run.should_stop()

@@ -26,8 +26,6 @@ import shared
 from dry_run import GIB, MIB, Report, Watch, be_rank_0, dry_run
 from shared import ROOT, STRATEGIES, qwen2
 
-import common
-
 SHAPES = {  # Qwen2.5's
     "0.5B": qwen2(896, 4864, 24, 14, 2, 151936),
     "1.5B": qwen2(1536, 8960, 28, 12, 2, 151936),
@@ -68,10 +66,10 @@ def traffic_table(ranks: int = 8) -> str:
 
     config = fsdp2_pretrain.Config(model="qwen2-0.5b")
     shape = fsdp2_pretrain.build_model_config(config, 50257, eos_token_id=None)
-    size = common.ModelSize(shape)
+    size = fsdp2_pretrain.ModelSize(fsdp2_pretrain.build_model(config, shape))
     blocks, width = shape.num_hidden_layers, shape.hidden_size
     keys = width * shape.num_key_value_heads // shape.num_attention_heads
-    gb, blocks_gb, share = size.parameters / 1e9, size.in_blocks / 1e9, (ranks - 1) / ranks
+    gb, blocks_gb, share = size.num_parameters / 1e9, size.in_blocks / 1e9, (ranks - 1) / ranks
     rows = [
         (
             "`ddp_pretrain.py`", "everything", 16 * gb,

@@ -196,3 +196,9 @@ def metrics(run_dir: Path) -> tuple[list[dict], list[dict]]:
         json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
     ]
     return [x for x in lines if "loss" in x], [x for x in lines if "validation_loss" in x]
+
+
+def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
+    """Every file below a folder, with its time and content."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    return {str(f.relative_to(folder)): (f.stat().st_mtime_ns, f.read_bytes()) for f in files}

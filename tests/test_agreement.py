@@ -191,6 +191,26 @@ def test_exported_model_has_the_validation_loss_in_plain_transformers(
     assert last["validation_bits_per_byte"] == pytest.approx(bits, rel=1e-5)
 
 
+@pytest.mark.usefixtures("gpt2_vocabulary")
+@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+def test_the_tokenizer_of_a_runs_hf_gives_the_ids_that_the_model_learned(run, corpus, name):
+    """Beside a config.json of qwen2, for which AutoTokenizer would take its own class."""
+    hf = run(SCRIPTS[0], 1, model="tiny", tokenizer=name, steps=1) / "hf"
+    encoding = common.tiktoken_encoding(name)
+    texts = [json.loads(line)["text"] for line in open(corpus).readlines()[:20]]
+    texts += ["e\u0301 in 2024, 12345.67", "  two  spaces\n\n\ttab", "漢字とかな"]
+    texts += ["a<|endoftext|>b"]
+    texts += ["don't WE'LL", "\u00a0\u2003x", "Å \u212b ﬁ", "🙂👩‍👩‍👧"]
+    for trust in (False, None):
+        tokenizer = AutoTokenizer.from_pretrained(hf, trust_remote_code=trust)
+        for text in texts:
+            ids = encoding.encode_ordinary(text)
+            assert tokenizer(text)["input_ids"] == ids
+            assert tokenizer.decode(ids) == text
+    again = common.load_tokenizer(str(hf))
+    assert common.encode_text(texts[0], again).tolist() == encoding.encode_ordinary(texts[0])
+
+
 def test_metrics_and_config_hold_what_the_interface_says(run, shape_directory):
     directory = run("ddp_pretrain.py", 2, model=shape_directory)
     training, validation = metrics(directory)

@@ -127,13 +127,8 @@ def test_encodings_of_other_habits_are_right_or_refused():
 
     gap = encoding(ranks | {b"ab": 257}, {"<|endoftext|>": 256})
     assert "gaps" in refused(common.to_transformers, gap)
-    assert "ends a text" in refused(common.to_transformers, encoding(ranks, {"<|stop|>": 256}))
     llama = encoding(ranks, {"<|begin_of_text|>": 256, "<|end_of_text|>": 257})
-    made = common.to_transformers(llama)
-    assert (made.eos_token_id, made("é<|end_of_text|>")["input_ids"]) == (
-        257,
-        list("é<|end_of_text|>".encode()),
-    )
+    assert "no token for the end of a text" in refused(common.to_transformers, llama)
 
 
 def test_tokenizers_that_cannot_train_or_were_left_cutting(tmp_path):
@@ -348,6 +343,16 @@ def test_what_changes_rows_changes_the_key_of_the_cache(tmp_path, corpus, texts)
         ends = {int(rows.read(i)[0][-1]) for i in range(len(texts))}
         assert ends == {tokenizer.convert_tokens_to_ids(name)}
     assert rows_of(corpus, max_length=100).lengths.max() == 100
+
+
+def test_code_that_makes_rows_is_part_of_the_key():
+    """What the functions of a corpus call, and the constants that they read, at any depth."""
+    found = common.sources(fsdp2_sft.chat_rows, common.sources(common.make_rows, {}))
+    assert {"make_rows", "chat_rows", "encode", "read_conversation", "read_message"} <= found.keys()
+    assert {"ROLES", "BEYOND_TEXT", "INSIDE", "COLUMNS", "fingerprint"} <= found.keys()
+    text = common.sources(common.text_rows, {})
+    assert {"text_rows", "encode_text"} <= text.keys()
+    assert all("def " in text[name] for name in text if name.islower())
 
 
 def test_split_never_overlaps_and_is_stable():
@@ -625,7 +630,7 @@ def test_compiled_blocks_see_one_shape_a_width(batches, batching):
 @pytest.fixture(scope="module")
 def models(weights_directory):
     """The same weights with transformers' own attention, and with ours."""
-    AttentionInterface.register("documents", common.document_attention)
+    AttentionInterface.register("documents", fsdp2_sft.document_attention)
     kinds = ("eager", "documents")
     load = Qwen2ForCausalLM.from_pretrained
     return [load(weights_directory, dtype=torch.float32, attn_implementation=k) for k in kinds]
@@ -685,8 +690,8 @@ def test_attention_refuses_what_it_does_not_apply(asked, words):
     query, key, value = torch.randn(3, asked.pop("rows", 1), 4, 8, 16)
     module = torch.nn.Identity()
     with pytest.raises(ValueError, match=words):
-        common.document_attention(module, query, key, value, **asked)
-    common.document_attention(module, query, key, value, None, sliding_window=8, softcap=None)
+        fsdp2_sft.document_attention(module, query, key, value, **asked)
+    fsdp2_sft.document_attention(module, query, key, value, None, sliding_window=8, softcap=None)
 
 
 @pytest.mark.gpu
@@ -696,7 +701,7 @@ def test_variable_length_kernels_equal_attention_document_by_document():
     shape = {"q": (1, 8, 512, 64), "k": (1, 2, 512, 64), "v": (1, 2, 512, 64)}
     q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shape.values())
     limits = torch.tensor([0, 5, 200, 201, 512, 512, 512], dtype=torch.int32, device="cuda")
-    got, _ = common.document_attention(None, q, k, v, None, limits, 512, scaling=0.125)
+    got, _ = fsdp2_sft.document_attention(None, q, k, v, None, limits, 512, scaling=0.125)
     k, v = (x.repeat_interleave(4, dim=1) for x in (k, v))
-    expected = common.attention_document_by_document(q, k, v, limits, 0.125)
+    expected = fsdp2_sft.attention_document_by_document(q, k, v, limits, 0.125)
     torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)

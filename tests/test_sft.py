@@ -256,6 +256,30 @@ def test_a_template_that_cannot_train_is_refused_in_one_line(tmp_path):
     assert line.endswith("its chat template fails: no")
 
 
+# As that of phi3: one stretch more than there are answers. The tokens of turns are not special, as
+# DeepSeek's, and a spare one is named in a branch that no conversation here takes, as in glm4's.
+MORE_STRETCHES = """{%- for m in messages -%}
+{%- if m.role == 'assistant' -%}{{- '<A>' -}}{%- generation -%}{{- m.content + '<|eot|>' -}}
+{%- endgeneration -%}{%- elif m.role == 'observer' -%}{{- '<|seen|>' + m.content -}}{%- else -%}
+{{- '<U>' + m.content -}}{%- endif -%}{%- endfor -%}
+{%- generation -%}{{- '<|eot|>' -}}{%- endgeneration -%}"""
+
+
+def test_a_template_with_more_stretches_than_answers(tmp_path):
+    def markers(tokenizer):
+        tokenizer.add_tokens(["<U>", "<A>"])
+
+    base = save_base(tmp_path, markers, MORE_STRETCHES, ("<|eot|>", "<|seen|>"))
+    made, _ = fsdp2_sft.chat_tokenizer(base)
+    turns = said(("user", "1"), ("assistant", "first"), ("user", "2"), ("assistant", "second"))
+    [(tokens, learned, *_)] = fsdp2_sft.chat_rows({"messages": turns}, made, 99)
+    assert made.decode(tokens[learned]) == "first<|eot|>second<|eot|><|eot|>"
+    assert made.pad_token not in ("<|seen|>", "<|eot|>")
+    for forged in ("<A>", "<U>", "<|seen|>"):
+        with pytest.raises(ValueError, match="spell out a special token"):
+            [*fsdp2_sft.chat_rows({"prompt": f"x{forged}y", "completion": "z"}, made, 99)]
+
+
 def pad_is_end(tokenizer):
     tokenizer.pad_token = tokenizer.eos_token
 
@@ -308,6 +332,9 @@ FORMS = {
     "conversational": {"prompt": ONE[:1], "completion": ONE[1:]},
     "mixed": {"prompt": ONE[:1], "completion": "b"},
     "text parts": {"messages": [ONE[0], {**ONE[1], "content": [{"type": "text", "text": "b"}]}]},
+    "dict": {"prompt": ONE[0], "completion": "b"},
+    "question twice": {"prompt": "a", "messages": ONE},  # as in UltraChat
+    "no tools": {"messages": ONE, "tools": "[]", "chat_template_kwargs": {}},
     "empty extras": {"messages": [ONE[0], ONE[1] | {"tool_calls": None, "weight": 1}], "tools": []},
 }
 
@@ -393,18 +420,21 @@ LEFT_OUT = [
     ({"messages": [ONE[0], ONE[1] | {"thinking": "hm"}]}, BEYOND),
     ({"messages": ONE, "tools": [FUNCTION]}, BEYOND),
     ({"messages": ONE, "images": ["a.png"]}, BEYOND),
-    ({"messages": [ONE[0], ONE[1] | {"weight": 0}]}, BEYOND),
+    ({"messages": [ONE[0], ONE[1] | {"weight": 0}]}, "hold messages of weight 0"),
     ({"messages": [ONE[0], {"role": "assistant", "content": None}]}, NO_TEXT),
     ({"messages": [{"role": None, "content": "x"}, ONE[1]]}, NO_TEXT),
     ({"messages": [{"speaker": "a"}]}, NO_TEXT),
     ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, ONE[1]]}, NO_TEXT),
     ({"messages": [{"role": "user", "content": ["look"]}, ONE[1]]}, NO_TEXT),
+    ({"messages": [ONE[0] | {"content": [{"type": "text", "text": None}]}, ONE[1]]}, NO_TEXT),
+    ({"messages": ONE, "chat_template_kwargs": {"think": True}}, "hold arguments of a template"),
+    ({"prompt": 4, "completion": "b"}, "hold no messages"),
     ({"messages": ONE[:1]}, "hold no answer"),
     ({"messages": []}, "hold no answer"),
     ({"prompt": "a", "completion": None}, "hold no answer"),
     ({"prompt": "a", "completion": ONE[:1]}, "hold no answer"),
     ({"messages": "a: b"}, "hold no messages"),
-    ({"messages": 4}, "hold no answer"),
+    ({"messages": 4}, "hold no messages"),
     ({"messages": ["a", "b"]}, "hold no messages"),
     ({"prompt": "<|im_end|>", "completion": "b"}, "spell out a special token"),
     ({"prompt": "a", "completion": "b<|endoftext|>"}, "spell out a special token"),
@@ -484,7 +514,7 @@ def training_of(path: Path, tokenizer=None, batching="bucketed", multiple=1) -> 
 @pytest.fixture(scope="module")
 def model():
     """A small model with the loss of the script, in one process."""
-    AttentionInterface.register("documents", common.document_attention)
+    AttentionInterface.register("documents", fsdp2_sft.document_attention)
     torch.manual_seed(0)
     made = Qwen2ForCausalLM._from_config(small_shape(), attn_implementation="documents")
     made.plain_forward = made.forward

@@ -1,0 +1,209 @@
+"""Every type of causal language model trains as in plain transformers, or is refused.
+
+Each proven type is built tiny and random. What the scripts' section Model makes of it is compared
+with transformers' own forward of each row alone: the loss, every gradient, the names of weights.
+"""
+
+import contextlib
+import itertools
+import json
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from huggingface_hub.errors import StrictDataclassError
+
+import common
+import fsdp2_pretrain as script
+
+VOCABULARY = 320
+# Names of sizes in the configs -> a small value. Not all of them go together in each type.
+SMALL_SIZES = {
+    **dict.fromkeys(["hidden_size", "n_embd", "word_embed_proj_dim"], 64),
+    **dict.fromkeys(["intermediate_size", "ffn_dim", "n_inner", "intermediate_size_mlp"], 96),
+    **dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size"], 32),
+    **dict.fromkeys(["expert_ffn_hidden_size", "q_lora_rank", "kv_lora_rank"], 32),
+    **dict.fromkeys(["num_hidden_layers", "n_layer", "num_layers", "moe_k"], 2),
+    **dict.fromkeys(["num_key_value_heads", "num_experts_per_tok", "moe_topk"], 2),
+    **dict.fromkeys(["num_attention_heads", "n_head", "num_experts", "num_local_experts"], 4),
+    **dict.fromkeys(["n_routed_experts", "moe_num_experts"], 4),
+    **dict.fromkeys(["head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"], 16),
+    **dict.fromkeys(["kv_channels"], 16),
+    **dict.fromkeys(["n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"], 1),
+    "vocab_size": VOCABULARY,
+}
+# What else to try: the first that transformers takes is used.
+VARIANTS = [{}, {"num_key_value_heads": 4}, {"num_key_value_heads": 4, "head_dim": None}]
+ROWS = [np.random.default_rng(n).integers(0, 256, n + 1) for n in (40, 25, 64, 7, 33)]
+
+
+def small_config(name: str, variant: dict[str, Any]) -> transformers.PreTrainedConfig:
+    config_class = transformers.CONFIG_MAPPING[name]
+    sizes = SMALL_SIZES | variant
+    changes: dict[str, Any] = {"pad_token_id": None}
+    for key, value in config_class().to_dict().items():
+        if key in sizes and sizes[key] is not None:
+            changes[key] = sizes[key]
+        elif isinstance(value, float) and ("drop" in key or "jitter" in key):
+            changes[key] = 0.0  # no chance: both sides have to see the same
+        elif key in ("layer_types", "mlp_layer_types") and value:
+            changes[key] = value[-2:]
+    return config_class(**changes)
+
+
+def plain_model(name: str) -> transformers.PreTrainedModel:
+    """A small model of the type with random weights, and transformers' plainest attention."""
+    problems = []
+    for variant in VARIANTS:
+        try:
+            config = small_config(name, variant)
+            model = transformers.AutoModelForCausalLM.from_config(
+                config, attn_implementation="eager", dtype=torch.float32
+            )
+            model(input_ids=torch.arange(8)[None], use_cache=False)
+        except (TypeError, ValueError, RuntimeError, AttributeError) as problem:
+            problems.append(problem)
+            continue
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                noise = torch.randn_like(parameter)
+                parameter.copy_(noise * 0.1 if parameter.ndim > 1 else parameter + noise * 0.02)
+        return model
+    raise ValueError(f"{name} cannot be built: {problems}")
+
+
+def micro_batches(batching: str) -> list[dict[str, Any]]:
+    lengths = np.array([len(row) - 1 for row in ROWS])
+    batches = common.Batches(
+        lengths,
+        lengths,
+        lambda i: (ROWS[i].astype(np.uint32), np.ones(len(ROWS[i]), bool)),
+        batching=batching,
+        max_length=64,
+        micro_batch_tokens=192,
+        pad_to_multiple_of=1,
+        padding_id=256,
+        seed=0,
+    )
+    return [batches.collate(rows) for rows in batches.plan(0)]
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return found
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("name", sorted(common.MODEL_TYPES))
+def test_a_type_trains_as_in_plain_transformers(name, tmp_path):
+    plain = plain_model(name)
+    total = torch.zeros(())
+    for row in ROWS:
+        ids = torch.from_numpy(row)
+        logits = plain(input_ids=ids[None, :-1], use_cache=False).logits[0]
+        total += torch.nn.functional.cross_entropy(logits.float(), ids[1:], reduction="sum")
+    total.backward()
+    expected = gradients(plain)
+    norm = math.sqrt(sum(gradient.double().square().sum() for gradient in expected.values()))
+    plain.config.save_pretrained(tmp_path)
+    # Under the names of the model, as `common.export` writes and `common.load_weights` reads them.
+    plain.save_pretrained(tmp_path, save_original_format=False)
+    for batching in ("bucketed", "packed"):
+        config = script.Config(
+            model=str(tmp_path),
+            batching=batching,
+            max_length=64,
+            micro_batch_tokens=192,
+            global_batch_tokens=192,
+        )
+        model_config = script.build_model_config(config, 257, 256)
+        model = script.build_model(config, model_config)
+        script.initialize(model.modules(), model, torch.device("cpu"))
+        if model_config.tie_word_embeddings:
+            model.tie_weights()
+        script.ModelSize(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that no process group is there
+            common.load_weights(model, str(tmp_path))
+        model.train()
+        loss = torch.zeros(())
+        for micro_batch in micro_batches(batching):
+            loss += model(**micro_batch)
+        loss.backward()
+        assert loss.item() == pytest.approx(total.item(), rel=1e-6)
+        seen = gradients(model)
+        assert seen.keys() == expected.keys()
+        for key, gradient in seen.items():
+            assert (gradient - expected[key]).norm() < 1e-4 * norm, key
+
+
+def test_all_other_types_are_refused_in_one_line(tmp_path):
+    refused = 0
+    for name in transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        config_class = transformers.CONFIG_MAPPING[name]
+        # Some types refuse their own defaults.
+        with contextlib.suppress(StrictDataclassError, ValueError):
+            if config_class().get_text_config().model_type in common.MODEL_TYPES:
+                continue
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps({"model_type": name}))
+        with pytest.raises(common.Refusal, match=f"model {directory}.*"):
+            common.read_model_config(str(directory), 1, 1, "bucketed")
+        refused += 1
+    assert refused > 100
+
+
+def test_the_language_model_of_a_composite_trains(tmp_path):
+    text = {"hidden_size": 32, "num_hidden_layers": 2, "sliding_window": 64}
+    transformers.Gemma3Config(text_config=text).save_pretrained(tmp_path)
+    config = common.read_model_config(str(tmp_path), 257, 64, "packed")
+    assert config.model_type == "gemma3_text" and config.hidden_size == 32
+
+
+def longrope(length: int) -> dict[str, Any]:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 16.0,
+        "original_max_position_embeddings": length,
+        **factors,
+    }
+
+
+@pytest.mark.parametrize(
+    "config, expected",
+    [
+        (transformers.MixtralConfig(output_router_logits=True), "its output_router_logits"),
+        (transformers.GraniteConfig(logits_scaling=8.0), "its logits_scaling"),
+        (transformers.Gemma3TextConfig(use_bidirectional_attention=True), "its use_bidirectional"),
+        (transformers.Gemma3TextConfig(final_logit_softcapping=30.0), "its final_logit_softcap"),
+        (transformers.GPT2Config(), "packed knows no attn_pdrop, 0.1"),
+        (
+            transformers.LlamaConfig(
+                hidden_size=64,
+                num_attention_heads=4,
+                rope_parameters=longrope(32),
+                max_position_embeddings=4096,
+            ),
+            "exceeds original_max_position_embeddings",
+        ),
+        (
+            transformers.LlamaConfig(layer_types=["linear_attention"] * 32),
+            "its layers of linear_attention",
+        ),
+    ],
+    ids=itertools.count(),
+)
+def test_settings_that_are_not_applied_are_refused(config, expected, tmp_path):
+    config.save_pretrained(tmp_path)
+    with pytest.raises(common.Refusal, match=expected):
+        common.read_model_config(str(tmp_path), 257, 64, "packed")
