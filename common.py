@@ -1355,12 +1355,12 @@ class Run:
         self.metrics = open(self.directory / "metrics.jsonl", "a+", buffering=1)  # line by line
         # This lock ends with the process, however it dies, and is not inherited by forks.
         fcntl.lockf(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        (self.directory / "config.json").write_text(json.dumps(self.facts, indent=2) + "\n")
         kept = ""
         if resumed and is_own(resumed, self.directory):
             for line_step, line in read_metrics(self.directory):
                 if line_step <= step:
                     kept += line
+        (self.directory / "config.json").write_text(json.dumps(self.facts, indent=2) + "\n")
         self.metrics.truncate(len(kept))
 
     def begin_wandb(self) -> None:
