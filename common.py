@@ -667,7 +667,6 @@ class Batches:
         )
         self.plan = functools.lru_cache(maxsize=2)(plan)
         self.epoch_ends = [0]  # position in the stream after each of the epochs so far
-        self.most_rows = max(map(len, self.plan(0)))
 
     def micro_batch(self, index: int) -> np.ndarray:
         """The rows of a micro-batch of the stream."""
@@ -724,12 +723,12 @@ class Batches:
 
     def document_arguments(self, boundaries: list[int], width: int) -> dict[str, Any]:
         """What tells attention where the documents of a packed row are, see `collate`."""
-        # The padding makes documents of its own. Empty ones at the end have every micro-batch end
-        # up with the same number of boundaries, so that compiled blocks see one shape.
+        # The padding makes documents of its own. Empty ones at the end round the number of
+        # boundaries up to a power of two, so that compiled blocks see few shapes.
         padding = range(boundaries[-1] + self.max_length, width, self.max_length)
         boundaries = [*boundaries, *padding, width]
-        most_boundaries = self.most_rows + 2 + width // self.max_length
-        boundaries += [width] * (most_boundaries - len(boundaries))
+        rounded = 2 ** math.ceil(math.log2(len(boundaries)))
+        boundaries += [width] * (rounded - len(boundaries))
         starts = np.repeat(boundaries[:-1], np.diff(boundaries))
         return {
             "position_ids": torch.from_numpy(np.arange(width) - starts)[None],
@@ -793,11 +792,14 @@ class Batches:
 
 
 def to_device(micro_batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """A copy whose tensors are on the device."""
-    return {
-        name: value.to(device) if torch.is_tensor(value) else value
-        for name, value in micro_batch.items()
-    }
+    """A copy whose tensors are on the device. The CPU does not wait for the copies."""
+    copy = dict(micro_batch)
+    for name, value in micro_batch.items():
+        if torch.is_tensor(value):
+            if device.type == "cuda":
+                value = value.pin_memory()  # a GPU copies by itself only from such memory
+            copy[name] = value.to(device, non_blocking=True)
+    return copy
 
 
 # --- Architecture and weights in Hugging Face form ------------------------------------------------
@@ -1104,7 +1106,11 @@ class Checkpoints:
         self.rank = rank
         self.world_size = world_size
         self.group = dist.new_group(backend="gloo", timeout=timeout)
-        self.thread = ThreadPoolExecutor(1)
+        # A new thread works on GPU 0, not on the one of this rank.
+        on_this_gpu = None
+        if torch.cuda.is_available():
+            on_this_gpu = functools.partial(torch.cuda.set_device, torch.cuda.current_device())
+        self.thread = ThreadPoolExecutor(1, initializer=on_this_gpu)
         self.pending: Future | None = None  # a write in the background
         self.last: Path | None = None
         self.damaged: set[Path] = set()
@@ -1253,8 +1259,10 @@ class Checkpoints:
 
 # Dense bf16 FLOP/s from the makers' data sheets (where "with sparsity" stands for twice as much).
 PEAK_FLOPS = {
+    "GB200": 2500e12,
     "B200": 2250e12,
     "H200": 989e12,
+    "H100 NVL": 835e12,
     "H100 PCIe": 756e12,
     "H100": 989e12,
     "A100": 312e12,
@@ -1264,6 +1272,22 @@ PEAK_FLOPS = {
     "RTX 4090": 165e12,
     "RTX 3090": 71e12,
 }
+
+
+def peak_flops(name: str) -> float | None:
+    """Of a GPU by its name as CUDA tells it; None if it is not known."""
+    if "Laptop" in name or "4090 D" in name:  # slower than what they are named after
+        return None
+    return next((peak for model, peak in PEAK_FLOPS.items() if model in name), None)
+
+
+def activate_flash_attention() -> None:
+    """Take the kernels of an installed flash-attn package instead of torch's own (version 2)."""
+    generation, _ = torch.cuda.get_device_capability()
+    implementation = {9: "FA3", 10: "FA4"}.get(generation)  # Hopper, Blackwell
+    if implementation:
+        with contextlib.suppress(ModuleNotFoundError):
+            torch.nn.attention.activate_flash_attention_impl(implementation)
 
 
 def peak_memory(device: torch.device) -> int:
@@ -1299,8 +1323,8 @@ class Run:
         self.profiler = None
         self.stop_requested = False
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        peaks = [peak for model, peak in PEAK_FLOPS.items() if model in name]
-        self.peak_flops = peaks[0] * world_size if peaks else None  # of all ranks
+        peak = peak_flops(name)
+        self.peak_flops = peak * world_size if peak else None  # of all ranks
         self.facts = {
             "flags": flags,
             "contents": contents,
@@ -1309,6 +1333,7 @@ class Run:
             "script": Path(sys.argv[0]).name,
             "device": name,
             "torch": torch.__version__,
+            "flash_attention": torch.nn.attention.current_flash_attention_impl(),
         }
         self.refuse_unlike_ranks()
 
@@ -1458,6 +1483,7 @@ class Run:
             again = "" if self.flags["resume"] == "auto" else " with --resume auto"
             there = f"saved in {checkpoint}; the same command{again} goes on from there"
             return say(f"stopped after step {step} of {self.flags['steps']}, {there}")
+        torch.set_num_threads(os.cpu_count())  # the other ranks have ended
         with refusing(f"cannot write {self.directory}/hf ({checkpoint} is intact)", code=1):
             export(checkpoint, self.directory / "hf")
         try:

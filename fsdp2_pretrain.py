@@ -100,8 +100,10 @@ class Config:
     seed: Annotated[int, Field(ge=0, lt=2**63)] = flag(0, "seed of initial weights and data order")
 
     # precision, memory and speed
-    precision: Literal["auto", "fp32", "bf16"] = flag(
-        "auto", "precision of compute; auto is bf16 on CUDA and fp32 elsewhere"
+    precision: Literal["auto", "fp32", "bf16", "float8"] = flag(
+        "auto",
+        "precision of compute; auto is bf16 on GPUs that have it and fp32 elsewhere; float8 is "
+        "bf16 with the products of blocks' linear layers in float8 (torchao, rowwise scales)",
     )
     activation_checkpointing: Annotated[str, Field(pattern=r"^(none|full|selective|0?\.\d+)$")] = (
         flag("none", "none, full, selective, or a fraction of the blocks such as 0.5")
@@ -147,7 +149,9 @@ class Config:
     def __post_init__(self) -> None:
         """Check what flags mean together; the limits of each one stand beside it."""
         if self.precision == "auto":
-            self.precision = "bf16" if torch.cuda.is_available() else "fp32"
+            # Before Ampere, GPUs only emulate bf16.
+            bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
+            self.precision = "bf16" if bf16 else "fp32"
         if self.min_learning_rate > self.learning_rate:
             raise ValueError("--min_learning_rate is above --learning_rate")
         multiple = self.pad_to_multiple_of
@@ -183,8 +187,19 @@ def init_process_group(config: Config) -> torch.device:
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
+    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if ranks > gpus:
+        advice = f'--nproc-per-node={gpus}, or CUDA_VISIBLE_DEVICES="" to train on CPUs'
+        common.refuse(f"{ranks} ranks cannot share {gpus} GPUs: take {advice}")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
+    # Products of fp32 matrices are rounded to TF32, 10 bits of mantissa: several times as fast.
+    torch.set_float32_matmul_precision("high")
+    # Rows of many lengths would leave memory in pieces that fit no other length.
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    # cuDNN's attention plans a kernel for each new shape, which takes longer than many runs of it.
+    torch.backends.cuda.enable_cudnn_sdp(config.pad_to_multiple_of > 1)
+    common.activate_flash_attention()
     # gloo beside NCCL serves what lies in CPU memory: Python objects and offloaded gradients.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     return device
@@ -212,8 +227,8 @@ SHAPES = {
     },
 }
 
-# The loss computes so many logits at a time: 256 MiB in fp32.
-CHUNK_LOGITS = 2**26
+# The loss computes the logits of so many tokens at a time: 1.2 GB in fp32 for 150,000 ids.
+CHUNK_TOKENS = 2048
 
 # Selective activation checkpointing keeps what these operators return, the expensive part of a
 # block, and computes the cheap rest again in backward.
@@ -310,7 +325,16 @@ def causal_attention(
     Returns:
         [rows, length, heads, head size]
     """
+    if torch.is_autocast_enabled(query.device.type):  # rotary embedding returns fp32 under it
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     groups = query.shape[1] // key.shape[1]
+    half_on_cuda = query.is_cuda and query.dtype != torch.float32
+    if not half_on_cuda and (query.is_cuda or boundaries is not None):
+        # The other kernels do not know groups: CUDA would make whole [length, length] matrices.
+        key = repeat_kv(key, groups)
+        value = repeat_kv(value, groups)
+        groups = 1
     if boundaries is None:
         options = {"is_causal": True, "scale": scale, "dropout_p": dropout}
         output = nn.functional.scaled_dot_product_attention(
@@ -319,12 +343,7 @@ def causal_attention(
         return output.transpose(1, 2).contiguous()
     if len(query) > 1 or dropout:
         raise ValueError("packed attention is of one row, and has no dropout (--batching bucketed)")
-    if torch.is_autocast_enabled(query.device.type):  # rotary embedding returns fp32 under it
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    key = repeat_kv(key, groups)
-    value = repeat_kv(value, groups)
-    if not query.is_cuda or query.dtype == torch.float32:  # no variable-length kernel takes it
+    if not half_on_cuda:  # no variable-length kernel takes it
         return attention_document_by_document(query, key, value, boundaries, scale)
     output = varlen_attn(
         *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),  # [tokens, heads, size]
@@ -334,6 +353,7 @@ def causal_attention(
         max_document_length,
         scale=scale,
         window_size=(-1, 0),  # all tokens before, none after
+        enable_gqa=groups > 1,
     )
     return output[None]
 
@@ -357,8 +377,16 @@ def attention_document_by_document(
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
+def chunk_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+) -> torch.Tensor:
+    """Cross entropy of logits in fp32, summed over all labels but those of -100."""
+    logits = nn.functional.linear(hidden, weight, bias)  # [chunk, vocabulary]
+    return nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
+
+
 def summed_cross_entropy(
-    hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor
+    hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, loss: Callable = chunk_loss
 ) -> torch.Tensor:
     """Cross entropy summed over all labels but those of -100, in fp32.
 
@@ -370,22 +398,22 @@ def summed_cross_entropy(
         hidden: [tokens, hidden size], what the decoder returns.
         head: the output embedding, weight [vocabulary, hidden size].
         labels: int64 [tokens], each the token to predict.
+        loss: `chunk_loss`, or the same compiled.
     """
-
-    def chunk_loss(hidden: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        logits = nn.functional.linear(hidden, head.weight, head.bias)  # [chunk, vocabulary]
-        return nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
-
-    chunk_size = max(1, CHUNK_LOGITS // head.weight.shape[0])  # tokens
-    if len(labels) <= chunk_size:
-        return chunk_loss(hidden, labels)
+    if len(labels) <= CHUNK_TOKENS:
+        return loss(hidden, head.weight, head.bias, labels)
     # Backward computes the logits of a chunk again, rather than to keep those of all.
-    chunks = zip(hidden.split(chunk_size), labels.split(chunk_size))
-    return sum(checkpoint(chunk_loss, *chunk, use_reentrant=False) for chunk in chunks)
+    of_chunk = partial(checkpoint, loss, use_reentrant=False)
+    chunks = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
+    return sum(of_chunk(part, head.weight, head.bias, targets) for part, targets in chunks)
 
 
 def forward_with_loss(
-    self: nn.Module, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: Any
+    self: nn.Module,
+    loss: Callable,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor,
+    **kwargs: Any,
 ) -> torch.Tensor:
     """The forward of a transformers model: the summed loss of a micro-batch.
 
@@ -393,13 +421,14 @@ def forward_with_loss(
     its forward alone, and the head is one of the root's.
 
     Args:
+        loss: of a chunk, see `summed_cross_entropy`.
         input_ids, labels: int64 [rows, length]; labels are shifted already.
         kwargs: the other keys of a micro-batch, see `common.Batches.collate`.
     """
     output = self.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs)
     hidden = output.last_hidden_state  # [rows, length, hidden size]
     return summed_cross_entropy(
-        hidden.flatten(0, 1), self.get_output_embeddings(), labels.flatten()
+        hidden.flatten(0, 1), self.get_output_embeddings(), labels.flatten(), loss
     )
 
 
@@ -414,7 +443,10 @@ def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
         model = AutoModelForCausalLM.from_config(
             model_config, dtype=torch.float32, attn_implementation="documents"
         )
-    model.forward = partial(forward_with_loss, model)
+    if config.precision == "float8":
+        use_float8(model)
+    loss = torch.compile(chunk_loss) if config.compile else chunk_loss
+    model.forward = partial(forward_with_loss, model, loss)
     # Initial weights depend on seed and module alone, so that every strategy and every world size
     # starts from the same model. See `initialize`.
     for name, module in model.named_modules():
@@ -423,6 +455,22 @@ def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
     if config.compile:
         compile_blocks(transformer_blocks(model), config)
     return model
+
+
+def use_float8(model: nn.Module) -> None:
+    """Have the linear layers of blocks compute in float8, forward and backward.
+
+    Rows of inputs, weights and gradients are scaled, each by its largest value, and rounded to
+    eight bits for the product (arXiv 2209.05433). Parameters keep their names and their precision.
+    """
+    with common.refusing("--precision float8 needs the package torchao"):
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def fits(module: nn.Module, name: str) -> bool:
+        return all(size % 16 == 0 for size in module.weight.shape)  # as the kernels want it
+
+    recipe = Float8LinearConfig.from_recipe_name("rowwise")
+    convert_to_float8_training(model.get_decoder(), config=recipe, module_filter_fn=fits)
 
 
 def transformer_blocks(model: nn.Module) -> nn.ModuleList:
@@ -550,11 +598,14 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     # The ranks of a row of the mesh share one copy of the model, in shards. Those of a column hold
     # the same shard, each of its row's copy (--dp_replicate, one row by default).
     shards = dist.get_world_size() // config.dp_replicate
-    mesh = init_device_mesh(
-        device.type, (config.dp_replicate, shards), mesh_dim_names=("replicate", "shard")
-    )
+    if config.dp_replicate == 1:
+        mesh = init_device_mesh(device.type, (shards,))
+    else:
+        mesh = init_device_mesh(
+            device.type, (config.dp_replicate, shards), mesh_dim_names=("replicate", "shard")
+        )
     precision = MixedPrecisionPolicy()
-    if config.precision == "bf16":
+    if config.precision != "fp32":
         # Parameters are cast as they are gathered, so all of a block computes in bf16. The shards
         # stay fp32, and so does all that AdamW does.
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -563,7 +614,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     shard = partial(
         fully_shard,
-        mesh=mesh if config.dp_replicate > 1 else mesh["shard"],
+        mesh=mesh,
         mp_policy=precision,
         offload_policy=offload,
     )

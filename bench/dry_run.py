@@ -351,8 +351,12 @@ def batch_of(script: Any, config: Any) -> common.GlobalBatch:
     All tokens of a conversation are learned, which is the most that can be.
     """
     _, data_parallel_size = script.data_parallel_rank_and_size(config)
+    rows, length = rows_of(config)
+    ids = dict.fromkeys(["input_ids", "labels"], torch.zeros(rows, length, dtype=torch.int64))
+    if hasattr(script, "ConversationBatches"):
+        ids["learned"] = torch.arange(rows * length)
     micro_batches = [
-        {name: torch.zeros(rows_of(config), dtype=torch.int64) for name in ("input_ids", "labels")}
+        {name: values.clone() for name, values in ids.items()}
         for _ in range(
             config.global_batch_tokens // config.micro_batch_tokens // data_parallel_size
         )

@@ -99,7 +99,10 @@ def script_and_config(docstring: str | None) -> tuple[Any, Any]:
 
 
 def load_data(script: Any, config: Any, kind: type | None = None) -> SimpleNamespace:
-    """`tokenizer`, `rows`, `training` and `validation` (both of class `kind`), `model_config`."""
+    """`tokenizer`, `rows`, `training` and `validation`, `model_config`.
+
+    Batches are of class `kind`, or of the script's own.
+    """
     import common
 
     if hasattr(script, "chat_tokenizer"):
@@ -120,7 +123,7 @@ def load_data(script: Any, config: Any, kind: type | None = None) -> SimpleNames
         config.max_length,
     )
     training, validation = (
-        (kind or common.Batches)(
+        (kind or getattr(script, "ConversationBatches", common.Batches))(
             part.lengths,
             part.num_labels,
             part.read,

@@ -67,7 +67,7 @@ def corpus(texts, tmp_path_factory) -> str:
     return str(path)
 
 
-def make_batches(rows: common.Rows, **changes) -> common.Batches:
+def make_batches(rows: common.Rows, kind: type = common.Batches, **changes) -> common.Batches:
     """Batches of rows, with small micro-batches of the `bytes` tokenizer unless told otherwise."""
     settings = {
         "batching": "bucketed",
@@ -77,7 +77,7 @@ def make_batches(rows: common.Rows, **changes) -> common.Batches:
         "padding_id": 256,
         "seed": 0,
     }
-    return common.Batches(rows.lengths, rows.num_labels, rows.read, **settings | changes)
+    return kind(rows.lengths, rows.num_labels, rows.read, **settings | changes)
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}  # of small models

@@ -77,6 +77,8 @@ def plant(fault: dict[str, Any]) -> None:
 
 
 def run(script: str, faults: list[dict[str, Any]], words: list[str]) -> None:
+    # A shell that starts the tests in the background has ignored it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     module = importlib.import_module(script)
     sys.argv = [f"{script}.py", *words]
     for fault in faults:

@@ -100,6 +100,7 @@ def predict(name: str, flags: dict, ranks: int, ranks_per_node: int = 8) -> dry_
     return dry_run.dry_run(script, script.Config(**flags), ranks_per_node, 320)
 
 
+@pytest.mark.drill
 def test_buckets_of_ddp_are_as_many_and_as_large_in_all(real, two_blocks):
     flags = cases(2, two_blocks)["2 ddp_pretrain buckets"][1]
     calls = predict("ddp_pretrain", flags, 2).calls

@@ -1,7 +1,7 @@
 """Conversations: templates and masks, what is left out, a growing vocabulary, fine-tuning."""
 
+import functools
 import json
-import types
 from pathlib import Path
 
 import numpy as np
@@ -506,7 +506,8 @@ def conversations(texts, tmp_path_factory) -> Path:
 
 def training_of(path: Path, tokenizer=None, batching="bucketed", multiple=1) -> common.Batches:
     training, _ = rows_of(path, tokenizer).split()
-    made = make_batches(training, batching=batching, pad_to_multiple_of=multiple)
+    changes = {"batching": batching, "pad_to_multiple_of": multiple}
+    made = make_batches(training, fsdp2_sft.ConversationBatches, **changes)
     made.rows = training
     return made
 
@@ -518,7 +519,7 @@ def model():
     torch.manual_seed(0)
     made = Qwen2ForCausalLM._from_config(small_shape(), attn_implementation="documents")
     made.plain_forward = made.forward
-    made.forward = types.MethodType(fsdp2_sft.forward_with_loss, made)
+    made.forward = functools.partial(fsdp2_sft.forward_with_loss, made, fsdp2_sft.chunk_loss)
     return made
 
 

@@ -171,7 +171,14 @@ def two_ranks(flags: dict, folders: list[Path], changes: list[dict]) -> list[tup
     return [(rank.wait(60), rank.stderr.read()) for rank in ranks]
 
 
-@pytest.mark.parametrize("what", ["a flag", "the data", "the directory"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "a flag",
+        pytest.param("the data", marks=pytest.mark.drill),
+        pytest.param("the directory", marks=pytest.mark.drill),
+    ],
+)
 def test_ranks_of_unlike_flags_or_data_are_refused(flags, texts, tmp_path, what):
     folders = [tmp_path / "first", tmp_path / "second"]
     for number, folder in enumerate(folders):
@@ -203,6 +210,7 @@ def test_an_upgrade_of_transformers_is_no_other_run(whole, shape_directory):
     assert descriptions[0] == descriptions[1]
 
 
+@pytest.mark.drill
 def test_who_prepares_the_data_is_said_to_those_who_wait(tmp_path, monkeypatch, capsys):
     cache = Path(common.datasets.config.HF_DATASETS_CACHE)
     code = f"""
@@ -236,6 +244,7 @@ def limited(kilobytes: int, flags: dict, cache: Path) -> subprocess.CompletedPro
     )
 
 
+@pytest.mark.drill
 def test_a_disk_that_is_full_while_workers_tokenize(flags, tmp_path):
     documents = tmp_path / "documents.jsonl"
     documents.write_text(

@@ -56,8 +56,8 @@ COMMON_MODES = {
         "micro_batch_tokens": 1024,
         "pad_to_multiple_of": 256,
     },
-    "chunked_loss": {"CHUNK_LOGITS": 320 * 100},  # about 5 chunks a micro-batch
-    "chunked_loss_bf16": {"CHUNK_LOGITS": 320 * 100, "precision": "bf16"},
+    "chunked_loss": {"CHUNK_TOKENS": 100},  # about 5 chunks a micro-batch
+    "chunked_loss_bf16": {"CHUNK_TOKENS": 100, "precision": "bf16"},
     "merged": {"merge": True},  # one large micro-batch in place of several
 }
 OWN_MODES = {
@@ -221,14 +221,14 @@ def main() -> None:
     for name, script in SCRIPTS.items():
         for mode, flags in modes(name, drill).items():
             flags = dict(flags)
-            merge, whole_loss = flags.pop("merge", False), script.CHUNK_LOGITS
-            script.CHUNK_LOGITS = flags.pop("CHUNK_LOGITS", whole_loss)
+            merge, whole_loss = flags.pop("merge", False), script.CHUNK_TOKENS
+            script.CHUNK_TOKENS = flags.pop("CHUNK_TOKENS", whole_loss)
             count = mode in ("fp32", "ac_full", "ac_selective", "ac_fraction")
             kernels = not drill or GENERATED.get(name) == mode
             backend = "inductor" if kernels else "aot_eager"
             torch.nn.Module.compile = partialmethod(COMPILE, backend=backend)
             seen[f"{name} {mode}"] = train(script, base | flags, device, merge, count)
-            script.CHUNK_LOGITS = whole_loss
+            script.CHUNK_TOKENS = whole_loss
             gc.collect()
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()

@@ -1,0 +1,405 @@
+"""Runs scripts on a CUDA that is not there, and counts what would cost time: fake_cuda.py RUNS.
+
+RUNS is a JSON list of [script, flags]. Each run is the script's own init_process_group, model,
+optimizer, two train steps and validation, as rank 1 of 4 GPUs, on fake tensors of device cuda:1: a
+mix of devices raises as on a GPU. Collectives have no other ranks. Writes a JSON line a run: what
+was counted in the second step ("step") and in validation, {event: times}, or "error".
+
+The events are "wait WHERE" (the CPU waits until the GPU has computed a number), "blocking copy
+WHERE", "async copy WHERE", "attention KERNEL" (as torch 2.13 chooses it on an H100) and
+"collective NAME on DEVICES".
+"""
+
+import contextlib
+import ctypes
+import datetime
+import importlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+import types
+import warnings
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+RANK, RANKS = 1, 4
+os.environ |= {"RANK": str(RANK), "LOCAL_RANK": str(RANK), "CUDA_VISIBLE_DEVICES": ""}
+os.environ |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
+
+def load_guard() -> None:
+    """Before torch is imported: who asks for CUDA's hooks first decides what they are."""
+    torch_directory = Path(importlib.util.find_spec("torch").origin).parent
+    libraries = torch_directory / "lib"
+    with tempfile.TemporaryDirectory() as folder:
+        guard = Path(folder, "guard.so")
+        command = ["g++", "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch_directory}/include"]
+        command += [str(ROOT / "tests/fake_cuda.cpp"), "-o", str(guard), f"-L{libraries}"]
+        subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True)
+        for name in ("libgomp.so.1", "libc10.so", "libtorch_cpu.so"):
+            ctypes.CDLL(str(libraries / name), ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(guard))
+
+
+load_guard()
+import dry_run  # noqa: E402
+import numpy as np  # noqa: E402
+import shared  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+import common  # noqa: E402
+
+aten = torch.ops.aten
+SEEN: Counter = Counter()
+
+
+# --- torch.cuda, as if there were GPUs ------------------------------------------------------------
+
+
+class Stream:
+    """A stream or an event: knows the device that was current when it was made."""
+
+    device_type = "cuda"
+
+    def __init__(self, *_: Any, **__: Any):
+        self.device = torch.device("cuda", torch.cuda.current_device())
+
+    def __enter__(self) -> "Stream":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        pass
+
+    def __eq__(self, other: Any) -> bool:
+        return isinstance(other, Stream) and other.device == self.device
+
+    def __hash__(self) -> int:
+        return hash(str(self.device))
+
+    def synchronize(self) -> None:
+        SEEN[f"wait for {self.device}"] += 1
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def record_event(self, *_: Any) -> "Stream":
+        return Stream()
+
+    def nothing(self, *_: Any) -> None:
+        pass
+
+    record = wait_stream = wait_event = record_stream = wait = nothing
+
+
+class Anything:
+    """Takes any call and does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
+
+
+def set_device(device: Any) -> None:
+    index = device if isinstance(device, int) else torch.device(device).index
+    if index >= torch.cuda.device_count():
+        raise RuntimeError("CUDA error: invalid device ordinal")
+    torch._C._accelerator_setDeviceIndex(index)
+
+
+def fake_cuda(gpus: int = RANKS, capability: tuple[int, int] = (9, 0)) -> None:
+    """Replace what asks the driver."""
+    import torch._subclasses.fake_tensor as fake_tensor
+    import torch.distributed.fsdp._common_utils as fsdp1
+
+    fake_tensor.init_gpu_context = lambda *_: None
+    torch._C._set_only_lift_cpu_tensors(True)
+    nothing = Anything().nothing
+    cuda: Any = torch.cuda
+    properties = types.SimpleNamespace(
+        name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132,
+        total_memory=80 << 30,
+    )  # fmt: skip
+    replaced = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: gpus,
+        "current_device": torch._C._accelerator_getDeviceIndex,
+        "set_device": set_device,
+        "Stream": Stream,
+        "Event": Stream,
+        "current_stream": lambda *_: Stream(),
+        "default_stream": lambda *_: Stream(),
+        "stream": lambda _: contextlib.nullcontext(),
+        "synchronize": lambda *_: SEEN.update(["wait for everything"]),
+        "get_device_name": lambda *_: properties.name,
+        "get_device_capability": lambda *_: capability,
+        "get_device_properties": lambda *_: properties,
+        "is_bf16_supported": lambda including_emulation=True: capability >= (8, 0),
+        "max_memory_allocated": lambda *_: 0,
+        "memory_allocated": lambda *_: 0,
+        "get_rng_state_all": lambda *_: [],
+        "_is_in_bad_fork": lambda: False,
+    }
+    for name in ("init", "_lazy_init", "empty_cache", "get_rng_state", "set_rng_state"):
+        replaced[name] = nothing
+    for name in ("manual_seed", "manual_seed_all"):
+        replaced[name] = nothing
+    for name, value in replaced.items():
+        setattr(cuda, name, value)
+    cuda.memory._set_allocator_settings = lambda settings: SEEN.update([settings])
+    torch.Stream = Stream
+    accelerator: Any = torch.accelerator
+    accelerator.is_available = lambda: True
+    accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
+    accelerator.current_device_index = cuda.current_device
+    accelerator.current_stream = cuda.current_stream
+    accelerator.synchronize = cuda.synchronize
+    fsdp1._no_dispatch_record_stream = nothing
+    for name in ("_flat_param", "_runtime_utils"):
+        module = importlib.import_module(f"torch.distributed.fsdp.{name}")
+        if hasattr(module, "_no_dispatch_record_stream"):
+            module._no_dispatch_record_stream = nothing
+    parallel = torch.nn.parallel.DistributedDataParallel
+    made = parallel.__init__
+
+    def init(self: Any, *arguments: Any, **keywords: Any) -> None:
+        made(self, *arguments, **keywords)
+        self.logger = Anything()
+
+    parallel.__init__ = init
+    # A constant that is moved to the device by a fake mode would be moved in truth.
+    tensor = torch.tensor
+    torch.tensor = lambda data, device=None, **more: (
+        torch.full((), data, device=device, **more)
+        if device and isinstance(data, float)
+        else tensor(data, **more)
+    )
+    joined = dist.init_process_group
+
+    def join(backend: str, timeout: Any = None, device_id: Any = None) -> None:
+        SEEN[f"process group {backend} on {device_id}"] += 1
+        joined("fake", store=FakeStore(), rank=RANK, world_size=RANKS)
+
+    dist.init_process_group = join
+
+
+def fake_attention() -> None:
+    """scaled_dot_product_attention chooses its kernel as CUDA does on an H100."""
+    on_cpu = torch.nn.functional.scaled_dot_product_attention
+
+    def attention(
+        query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
+        enable_gqa=False,
+    ):  # fmt: skip
+        if torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+            query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
+        grouped = query.shape[1] != key.shape[1]
+        arguments = (query, key, value)
+        if not query.is_cuda or (query.dtype == torch.float32 and grouped):
+            if query.is_cuda:  # torch 2.13 has no memory-efficient kernel for grouped heads
+                SEEN["attention math"] += 1
+            options = {"scale": scale, "enable_gqa": enable_gqa}
+            return on_cpu(*arguments, attn_mask, dropout_p, is_causal, **options)
+        if query.dtype == torch.float32:
+            SEEN["attention efficient"] += 1
+            efficient = aten._scaled_dot_product_efficient_attention
+            return efficient(*arguments, None, True, dropout_p, is_causal, scale=scale)[0]
+        kernel = "cudnn" if torch.backends.cuda.cudnn_sdp_enabled() else "flash"
+        SEEN[f"attention {kernel}"] += 1
+        flash = aten._scaled_dot_product_flash_attention
+        return flash(*arguments, dropout_p, is_causal, scale=scale)[0]
+
+    torch.nn.functional.scaled_dot_product_attention = attention
+
+
+# --- What is counted ------------------------------------------------------------------------------
+
+
+def place() -> str:
+    """The line of the project that is being executed."""
+    frames = [frame for frame in traceback.extract_stack() if Path(frame.filename).parent == ROOT]
+    if not frames:
+        return "?"
+    return f"{Path(frames[-1].filename).name}: {frames[-1].line}"
+
+
+class Recorder(TorchDispatchMode):
+    """Counts, and answers what would need numbers."""
+
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in kinds):
+            return NotImplemented
+        kwargs = kwargs or {}
+        first = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        on_cuda = first is not None and first.device.type == "cuda"
+        if func is aten._local_scalar_dense.default and isinstance(first, FakeTensor):
+            if on_cuda:
+                SEEN[f"wait {place()}"] += 1
+            return 1.0 if first.is_floating_point() else int(first.dtype != torch.bool)
+        if func is aten.nonzero.default or func is aten.index.Tensor and is_mask(args):
+            if on_cuda:
+                SEEN[f"wait {place()}"] += 1
+        if func is aten._to_copy.default and first is not None and not on_cuda:
+            target = kwargs.get("device")
+            if target is not None and torch.device(target).type == "cuda":
+                kind = "async" if kwargs.get("non_blocking") else "blocking"
+                SEEN[f"{kind} copy {place()}"] += 1
+        if func._opname == "_varlen_attn":
+            heads = "own heads" if args[0].shape[1] != args[1].shape[1] else "equal heads"
+            SEEN[f"attention varlen, {heads}"] += 1
+            SEEN[f"boundaries on {args[3].device}"] += 1
+        if func is aten._pin_memory.default:
+            SEEN["pinned"] += 1
+            return torch.empty_like(first)  # no constant, whose copy would be a true one
+        if func is aten.is_pinned.default:
+            return first.is_floating_point()  # offloaded parameters are; ids are not yet
+        if func.namespace in ("c10d", "_c10d_functional"):
+            tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+            devices = sorted({tensor.device.type for tensor in tensors})
+            SEEN[f"collective {func._opname} on {'/'.join(devices)}"] += 1
+        return func(*args, **kwargs)
+
+
+def is_mask(args: Any) -> bool:
+    """Whether aten.index gets a boolean mask, of whose sum the result has its shape."""
+    return any(index is not None and index.dtype == torch.bool for index in args[1])
+
+
+def rows(longest: int, vocabulary: int, learned: float) -> tuple[np.ndarray, Any]:
+    """Lengths of rows as documents have them, and what reads one."""
+    drawn = np.random.default_rng(0).lognormal(5, 1, 4000).astype(np.int64)
+    lengths = np.clip(drawn, 16, longest)
+
+    def read(row: int) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng(row)
+        size = lengths[row] + 1
+        return rng.integers(vocabulary, size=size, dtype=np.uint32), rng.random(size) < learned
+
+    return lengths, read
+
+
+def by_document(query: Any, key: Any, value: Any, boundaries: Any, scale: Any) -> Any:
+    """In place of a loop over documents, for their lengths are no numbers here."""
+    if query.is_cuda:
+        SEEN["attention document by document"] += 1
+    attention = torch.nn.functional.scaled_dot_product_attention
+    return attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2)
+
+
+def run(script: Any, flags: dict[str, Any]) -> dict[str, Any]:
+    """Two steps and a validation; the counts of the second step and of the validation."""
+    torch._C._accelerator_setDeviceIndex(0)
+    SEEN.clear()
+    config = script.Config(**{"model": "qwen2-0.5b", "max_length": 1024} | flags)
+    device = script.init_process_group(config)
+    seen = {"start": dict(SEEN), "device": str(device), "precision": config.precision}
+    vocabulary = 320
+    lengths, read = rows(config.max_length, vocabulary, 0.5 if "sft" in script.__name__ else 1.0)
+    batches = getattr(script, "ConversationBatches", common.Batches)(
+        lengths,
+        lengths,
+        read,
+        batching=config.batching,
+        max_length=config.max_length,
+        micro_batch_tokens=config.micro_batch_tokens,
+        pad_to_multiple_of=config.pad_to_multiple_of,
+        padding_id=256,
+        seed=config.seed,
+    )
+    batches.collate = dry_run.unseen(batches.collate)  # on the CPU, and there it has numbers
+    model_config = dry_run.model_config_of(script, config, vocabulary)
+    model_config.num_hidden_layers = 2
+    share = script.data_parallel_rank_and_size(config)
+    number = config.global_batch_tokens // config.micro_batch_tokens
+    script.attention_document_by_document = by_document
+    try:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with dry_run.adapted(script), fake, Recorder():
+            model, optimizer = shared.build(script, config, model_config, device)
+            seen["parameters"] = sorted({str(p.device) for p in model.parameters()})
+            for step in range(2):
+                SEEN.clear()
+                batch = batches.global_batch(step, number, *share)
+                script.train_step(model, optimizer, batch, 1e-4, config, device)
+            seen |= {"micro_batches": len(batch.micro_batches), "step": dict(SEEN)}
+            SEEN.clear()
+            config.eval_batches = 8
+            script.evaluate(model, batches, config, device)
+            seen["validation"] = dict(SEEN)
+    finally:
+        dist.destroy_process_group()
+    return seen
+
+
+def threads() -> dict[str, Any]:
+    """Devices of threads: of a plain one, and of the one that writes checkpoints."""
+    set_device(RANK)
+    dist.new_group = lambda **_: None
+    checkpoints = common.Checkpoints(
+        Path("nowhere"),
+        keep=1,
+        facts={},
+        rank=RANK,
+        world_size=RANKS,
+        timeout=datetime.timedelta(minutes=1),
+    )
+
+    def current() -> int:
+        return torch.cuda.current_device()
+
+    return {
+        "plain": ThreadPoolExecutor(1).submit(current).result(),
+        "ours": checkpoints.thread.submit(current).result(),
+    }
+
+
+def starts(script: Any) -> dict[str, Any]:
+    """What a start says on a machine with one GPU, and the precision on an old one."""
+    fake_cuda(gpus=1)
+    try:
+        script.init_process_group(script.Config(global_batch_tokens=4096))
+        said = ""
+    except common.Refusal as refusal:
+        said = str(refusal)
+    fake_cuda(capability=(7, 5))
+    return {"one GPU": said, "old GPU": script.Config().precision}
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    runs = json.loads(sys.argv[1])
+    scripts = [importlib.import_module(name) for name, _ in runs]  # they import with no CUDA
+    fake_cuda()
+    fake_attention()
+    for script, (_, flags) in zip(scripts, runs):
+        if flags == "starts":
+            seen = starts(script) | {"threads": threads()}
+        else:
+            try:
+                seen = run(script, flags)
+            except Exception:
+                seen = {"error": traceback.format_exc()[:6000]}
+        print(json.dumps(seen), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

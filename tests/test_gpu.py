@@ -1,0 +1,136 @@
+"""The scripts on GPUs, without one: on fake tensors, by counting (see fake_cuda.py)."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from conftest import INSIDE, ROOT, SCRIPTS
+
+ALL = [*SCRIPTS, *INSIDE, "fsdp2_sft.py"]
+SIZES = {"micro_batch_tokens": 4096, "global_batch_tokens": 4096 * 4 * 2}
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {}
+for name in ALL:
+    for batching in ("bucketed", "packed"):
+        RUNS[f"{name} {batching}"] = name, {"batching": batching}
+    RUNS[f"{name} fp32"] = name, {"precision": "fp32"}
+for mode in ("full", "selective", "0.5"):
+    RUNS[f"checkpointing {mode}"] = "fsdp2_pretrain.py", {"activation_checkpointing": mode}
+RUNS["replicas"] = "fsdp2_pretrain.py", {"dp_replicate": 2}
+RUNS["whole after forward"] = "fsdp2_pretrain.py", {"reshard_after_forward": False}
+RUNS["offload"] = "fsdp2_pretrain.py", {"cpu_offload": True}
+RUNS["padded"] = "fsdp2_pretrain.py", {"pad_to_multiple_of": 64}
+RUNS["packed fp32"] = "fsdp2_pretrain.py", {"batching": "packed", "precision": "fp32"}
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, dict]:
+    """All runs of one launch."""
+    runs = [(name.removesuffix(".py"), SIZES | flags) for name, flags in RUNS.values()]
+    runs.append(("fsdp2_pretrain", "starts"))
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "tests/fake_cuda.py"), json.dumps(runs)],
+        env=os.environ, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip([*RUNS, "starts"], map(json.loads, done.stdout.splitlines())))
+
+
+def events(run: dict, beginning: str) -> dict[str, int]:
+    """What was counted in the second step and in validation."""
+    both = [*run["step"].items(), *run["validation"].items()]
+    return {event: times for event, times in both if event.startswith(beginning)}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_all_is_on_this_ranks_gpu_and_nothing_waits(seen, name):
+    run = seen[name]
+    assert "error" not in run, run.get("error")
+    offload = name == "offload"
+    assert run["device"] == "cuda:1" and run["parameters"] == ["cpu" if offload else "cuda:1"]
+    assert run["start"]["process group cpu:gloo,cuda:nccl on cuda:1"] == 1
+    assert run["start"]["expandable_segments:True"] == 1
+    # Every tensor of a micro-batch is copied from pinned memory, without a wait for the copy.
+    assert not events(run, "blocking copy")
+    micro_batches = run["micro_batches"]
+    assert micro_batches > 1
+    packed, context_parallel = "packed" in name, "_cp_" in name
+    tensors = 2 + packed + (packed or context_parallel) + ("sft" in name)  # boundaries, positions
+    [copies] = [run["step"][event] for event in run["step"] if "async copy common.py" in event]
+    assert run["step"]["pinned"] == copies == micro_batches * tensors
+    waits = {event: times for event, times in run["step"].items() if "wait " in event}
+    if name.startswith("fsdp1"):
+        # Its own limit of all-gathers ahead of the GPU (`limit_all_gathers`): a wait a gather.
+        assert waits.pop("wait for cuda:1") <= 5 * micro_batches
+    if not offload:
+        assert sum(waits.values()) <= 2
+        assert all(event.endswith(" on cuda") for event in events(run, "collective"))
+    assert not events(run, "wait for everything")
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_attention_is_by_the_fast_kernels(seen, name):
+    """Variable-length attention with its own key/value heads; never whole matrices."""
+    kernels = set(events(seen[name], "attention"))
+    expected = {"attention flash"}
+    if seen[name]["precision"] == "fp32":
+        expected = {"attention efficient"}
+        if "packed" in name:
+            expected.add("attention document by document")
+    elif "packed" in name:
+        expected = {"attention varlen, own heads"}
+    elif name == "padded":  # few shapes, for each of which cuDNN plans a kernel
+        expected = {"attention cudnn"}
+    assert kernels == expected
+    assert set(events(seen[name], "boundaries")) <= {"boundaries on cuda:1"}
+
+
+def test_what_a_start_does_with_too_few_and_old_gpus(seen):
+    assert seen["starts"]["one GPU"].startswith("4 ranks cannot share 1 GPUs")
+    for advice in ("--nproc-per-node=1", 'CUDA_VISIBLE_DEVICES=""'):
+        assert advice in seen["starts"]["one GPU"]
+    assert seen["starts"]["old GPU"] == "fp32"
+
+
+def test_threads_use_the_gpu_of_their_rank(seen):
+    """The one that writes checkpoints; by itself a thread uses GPU 0."""
+    assert seen["starts"]["threads"] == {"plain": 0, "ours": 1}
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_peaks_are_of_the_gpu_that_is_there(name, peak):
+    import common
+
+    assert common.peak_flops(name) == peak
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_first_command_on_one_gpu(tmp_path):
+    words = ["--run_dir", str(tmp_path / "run"), "--steps", "20", "--eval_batches", "4"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
+    done = subprocess.run(
+        [*command, "fsdp2_pretrain.py", *words], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").open()]
+    assert losses[19]["loss"] < losses[0]["loss"]
