@@ -1486,13 +1486,17 @@ class Run:
         torch.set_num_threads(os.cpu_count())  # the other ranks have ended
         with refusing(f"cannot write {self.directory}/hf ({checkpoint} is intact)", code=1):
             export(checkpoint, self.directory / "hf")
+        if self.facts["parameters"] < 2e9:  # else it takes minutes, while GPUs are kept from others
+            self.show_sample(prompt)
+        files = f"{self.directory}/metrics.jsonl, and {self.directory}/hf for transformers"
+        say(f"files: {files}\nnext:  {next_command}")
+
+    def show_sample(self, prompt: np.ndarray) -> None:
         try:
             sample = continue_prompt(self.directory / "hf", prompt)
             say(f"--- the model continues the first tokens of a held-out text:\n{sample}\n---")
         except Exception as error:  # all outputs are there: the run has succeeded
             say(f"no sample of the model: {error}")
-        files = f"{self.directory}/metrics.jsonl, and {self.directory}/hf for transformers"
-        say(f"files: {files}\nnext:  {next_command}")
 
 
 SAMPLING = {"max_new_tokens": 160, "do_sample": True, "temperature": 0.6}

@@ -190,8 +190,9 @@ def init_process_group(config: Config) -> torch.device:
         common.refuse(f"{ranks} ranks cannot share {gpus} GPUs: take {advice}")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    # Products of fp32 matrices are rounded to TF32, 10 bits of mantissa: several times as fast.
-    torch.set_float32_matmul_precision("high")
+    if config.precision == "fp32":
+        # Matrix products take TF32, 10 bits of mantissa for 23: several times as fast.
+        torch.set_float32_matmul_precision("high")
     # Rows of many lengths would leave memory in pieces that fit no other length.
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     # cuDNN's attention plans a kernel for each new shape, which takes longer than many runs of it.
@@ -232,6 +233,7 @@ CHUNK_TOKENS = 2048
 KEPT = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_mm.default,  # products in float8
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
@@ -460,6 +462,8 @@ def use_float8(model: nn.Module) -> None:
     Rows of inputs, weights and gradients are scaled, each by its largest value, and rounded to
     eight bits for the product (arXiv 2209.05433). Parameters keep their names and their precision.
     """
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+        common.refuse("--precision float8 needs GPUs that compute in it (Ada, Hopper or newer)")
     with common.refusing("--precision float8 needs the package torchao"):
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 

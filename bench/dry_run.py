@@ -436,12 +436,12 @@ def closed_form(report: Report, script: Any, config: Any, numbers: int) -> tuple
 
 
 def size_of_compute(config: Any) -> int:
-    return 2 if config.precision == "bf16" else 4
+    return 4 if config.precision == "fp32" else 2
 
 
 def reduces_every_micro_batch(config: Any) -> bool:
     fsdp1 = hasattr(config, "sharding_strategy")
-    return config.reduce_every_micro_batch or fsdp1 and config.precision == "bf16"
+    return config.reduce_every_micro_batch or fsdp1 and config.precision != "fp32"
 
 
 def keeps_between_micro_batches(config: Any) -> bool:

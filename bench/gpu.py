@@ -12,6 +12,7 @@ nothing.
 import gc
 import importlib
 import json
+import os
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -23,11 +24,10 @@ import torch.distributed as dist
 from shared import ROOT, Session
 
 import common
-import ddp_pretrain
 
 CUDA = torch.cuda.is_available()
 NAME = torch.cuda.get_device_name() if CUDA else "cpu"
-PEAK = next((peak for key, peak in common.PEAK_FLOPS.items() if key in NAME), None)
+PEAK = common.peak_flops(NAME)
 VOCABULARY = 50257 if CUDA else 256
 WARM, STEPS = (6, 10) if CUDA else (2, 2)
 BASE: dict[str, Any] = {
@@ -63,13 +63,19 @@ class RandomRows:
         return tokens, np.ones(size, bool)
 
 
-def measure(what: str) -> dict[str, Any]:
-    """Some steps of a script; tokens per second without padding, MFU, peak memory in GiB."""
+def script_and_config(what: str, ranks: int) -> tuple[Any, Any]:
+    """Of a setting, with one micro-batch a step for each rank that has data of its own."""
     strategy, flags = SETTINGS[what]
-    script, ranks = importlib.import_module(f"{strategy}_pretrain"), dist.get_world_size()
+    script = importlib.import_module(f"{strategy}_pretrain")
     shares = ranks // flags.get("tensor_parallel", flags.get("context_parallel", 1))
     tokens = {"global_batch_tokens": BASE["micro_batch_tokens"] * shares}
-    config = script.Config(**BASE | flags | tokens)
+    return script, script.Config(**BASE | flags | tokens)
+
+
+def measure(what: str) -> dict[str, Any]:
+    """Some steps of a script; tokens per second without padding, MFU, peak memory in GiB."""
+    ranks = dist.get_world_size()
+    script, config = script_and_config(what, ranks)
     rows = RandomRows("ragged" in what, config.max_length)
     training = common.Batches(
         rows.lengths,
@@ -112,7 +118,8 @@ def measure(what: str) -> dict[str, Any]:
 
 def main() -> None:
     shared.read(__doc__)
-    ddp_pretrain.init_process_group(ddp_pretrain.Config())
+    script, config = script_and_config("DDP", int(os.environ["WORLD_SIZE"]))
+    script.init_process_group(config)
     table: dict[str, dict] = {}
     for what, (_, flags) in SETTINGS.items():
         if dist.get_world_size() % 2 and flags.keys() & {"tensor_parallel", "context_parallel"}:

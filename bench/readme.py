@@ -98,7 +98,7 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             "just given its parameters, and changes them into DTensors in place. So the script "
             "says in its own order what a unit is, and the rest (embedding, last norm, head) is "
             "the root's unit because it comes last. Replicas are a second dimension of the mesh.",
-            ["`fully_shard` turns", "config.dp_replicate", "precision = MixedPrecisionPolicy()",
+            ["`fully_shard` turns", "config.dp_replicate", "MixedPrecisionPolicy(param",
              "for block in transformer_blocks"],
         ),
         (
@@ -177,8 +177,10 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
         ),
         (
             "Only positions with a label go through the head, which is a large part of a small "
-            "model with a large vocabulary.",
-            ["learned = labels"],
+            "model with a large vocabulary. Which ones, the CPU tells beside the batch: to take "
+            "them by a mask, it would have to wait for the GPU to count them.",
+            ["learned: torch.Tensor", "learned: int64", "hidden[learned]", ".flatten(0, 1)  #",
+             "ConversationBatches"],
         ),
         (
             "The tokens of the template are new ids. A model that does not know them gets rows for "

@@ -27,6 +27,12 @@ SMALL = {
 }
 
 
+def pytest_configure(config) -> None:
+    """Tests of equal bits are of CPUs: GPUs are hidden, but for `pytest -m gpu`."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 RUN_FLAGS = {**SMALL, "steps": 6, "eval_every": 4, "eval_batches": 100, "learning_rate": 0.01}
 RUN_FLAGS |= {"grad_clip": 0, "tokenizer": "bytes", "min_learning_rate": 4e-4}
 

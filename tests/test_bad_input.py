@@ -64,6 +64,10 @@ CASES = {
         TP | {"tensor_parallel": 1, "compile": "true", "activation_checkpointing": "full"},
         "--compile takes --activation_checkpointing none or selective",
     ),
+    "float8 of cut layers": (
+        TP | {"tensor_parallel": 1, "precision": "float8"},
+        "--precision float8 does not go with tensor parallelism",
+    ),
     "missing file": ({"dataset": "FOLDER/no.jsonl"}, "no.jsonl cannot be read: .*no.jsonl"),
     "missing glob": ({"dataset": "FOLDER/no*.parquet"}, "no.*parquet cannot be read: ."),
     "missing hub dataset": ({"dataset": "nobody/nothing"}, "nobody/nothing cannot be read"),

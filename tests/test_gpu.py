@@ -8,7 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import INSIDE, ROOT, SCRIPTS
+from conftest import INSIDE, ROOT, SCRIPTS, small_shape
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
+
+import common
+import fsdp2_pretrain
+
+sys.path.insert(0, str(ROOT / "bench"))
+import gpu  # noqa: E402
 
 ALL = [*SCRIPTS, *INSIDE, "fsdp2_sft.py"]
 SIZES = {"micro_batch_tokens": 4096, "global_batch_tokens": 4096 * 4 * 2}
@@ -118,9 +126,51 @@ def test_threads_use_the_gpu_of_their_rank(seen):
     ],
 )
 def test_peaks_are_of_the_gpu_that_is_there(name, peak):
-    import common
-
     assert common.peak_flops(name) == peak
+
+
+def test_rotary_positions_do_not_go_through_a_matrix_product():
+    """TF32 would round those above 2,048, as with transformers before 5.20 (its issue 48428)."""
+    rotary = Qwen2RotaryEmbedding(small_shape())
+    with FlopCounterMode(display=False) as flops:
+        rotary(torch.zeros(1, 8, 8), torch.arange(8)[None])
+    assert flops.get_total_flops() == 0
+
+
+@pytest.mark.parametrize(
+    "capability, expected", [((8, 0), []), ((9, 0), ["FA3"]), ((10, 0), ["FA4"])]
+)
+def test_an_installed_flash_attention_is_activated(monkeypatch, capability, expected):
+    activated = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
+    common.activate_flash_attention()
+    assert activated == expected
+
+
+def test_without_the_package_torchs_own_flash_attention_stays(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    common.activate_flash_attention()
+    assert torch.nn.attention.current_flash_attention_impl() is None
+
+
+def test_float8_says_what_it_needs(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.float8", None)
+    with pytest.raises(common.Refusal, match="needs the package torchao"):
+        fsdp2_pretrain.use_float8(torch.nn.Module())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(common.Refusal, match="needs GPUs that compute in it"):
+        fsdp2_pretrain.use_float8(torch.nn.Module())
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_the_benchmark_takes_its_own_settings(monkeypatch, ranks):
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    for what, (strategy, _) in gpu.SETTINGS.items():
+        if ranks > 1 or strategy in ("ddp", "fsdp1", "fsdp2"):
+            gpu.script_and_config(what, ranks)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """Every mode of every strategy on 2 ranks, judged against fp32 eager DDP (see worker.py)."""
 
+import importlib.util
 import json
 
 import pytest
@@ -13,13 +14,13 @@ from worker import OWN_MODES, modes
 def run_worker(corpus, shape_directory, weights_directory, tmp_path_factory):
     """A function: what the worker saw, of the plain modes or of those left to a drill."""
 
-    def run(*which: str) -> dict:
+    def run(which: str = "plain", **variables: str) -> dict:
         out = tmp_path_factory.mktemp("modes") / "seen.json"
         base = {"model": shape_directory, "dataset": corpus, "run_dir": str(out.parent), **SMALL}
         base["global_batch_tokens"] = 2048  # two micro-batches a rank
         start = json.dumps({"model": weights_directory, "init_from": weights_directory})
-        words = [str(ROOT / "tests/worker.py"), str(out), json.dumps(base), start, *which]
-        done = torchrun(2, *words, timeout=840)
+        words = [str(ROOT / "tests/worker.py"), str(out), json.dumps(base), start, which]
+        done = torchrun(2, *words, timeout=840, **variables)
         assert done.returncode == 0, done.stderr
         assert "Warning" not in done.stderr, done.stderr
         return json.loads(out.read_text())
@@ -51,6 +52,8 @@ EXPECTED = {
     "compile_ac_full": ("padded", *EXACT),
     "padded": ("padded", *EXACT),
     "bf16": ("fp32", 1e-2, 5e-2),
+    "float8": ("fp32", 2e-2, 5e-2),
+    "float8_selective": ("fp32", 2e-2, 5e-2),
     "large": ("large", *EXACT),
     "compile_bf16": ("large", 1e-2, 5e-2),
     "chunked_loss_bf16": ("fp32", 1e-2, 5e-2),
@@ -58,7 +61,7 @@ EXPECTED = {
     "reduce_every_bf16": ("fp32", 1e-2, 5e-2),
     "keep_bf16": ("fp32", 1e-2, 5e-2),
 }
-CASES = [f"{name} {mode}" for name in OWN_MODES for mode in [*modes(name, False), "init_from"]]
+CASES = [f"{name} {mode}" for name in OWN_MODES for mode in [*modes(name), "init_from"]]
 
 
 def losses(one: dict) -> list[float]:
@@ -71,7 +74,7 @@ def check_agreement(seen: dict, case: str) -> None:
     reference, got, of_norms = seen[f"ddp {reference}"], seen[case], of_losses
     if name in ("tp", "cp"):  # sums of parts, in another order
         of_losses, of_norms = 2e-6, 5e-6
-        if "bf16" in mode:  # what FSDP2 itself loses by it, four times as these are few numbers
+        if "bf16" in mode or "float8" in mode:  # four times what FSDP2 itself loses by it
             own = seen[f"fsdp2 {mode}"]
             of_losses = 4 * difference(losses(own), losses(reference))
             of_norms = 4 * difference(own["norms"], reference["norms"])
@@ -105,6 +108,22 @@ def test_parameters_are_fp32_tied_and_sharded(seen, case):
     # q, k, v, o and the three of the feed-forward in each of 2 blocks; embedding tied to the head.
     assert [number for _, number in got["decay"]] == [7 * 2, 5 * 2 + 2]
     assert [decay for decay, _ in got["decay"]] == [0.1, 0.0]
+
+
+def test_float8_is_of_the_linear_layers_of_blocks(run_worker):
+    """Seven in each of 2 blocks, and not the head; parameters keep their names. On CPUs too."""
+    apart = ROOT / ".venv/torchao"  # where .ci/run puts it
+    if not apart.exists() and importlib.util.find_spec("torchao") is None:
+        pytest.skip("needs the package torchao")
+    seen = run_worker("float8", PYTHONPATH=str(apart))
+    for case, got in seen.items():
+        assert got["float8"] == (14 if "float8" in case else 0)
+        assert got["final"].keys() == seen["ddp fp32"]["final"].keys()
+        check_agreement(seen, case)
+        if case.endswith("float8"):
+            name = case.split()[0]
+            assert difference(got["losses"], seen[f"{name} bf16"]["losses"]) > 1e-6
+            assert seen[f"{name} float8_selective"]["losses"] == got["losses"]
 
 
 @pytest.mark.parametrize("name", ["fsdp1", "fsdp2"])

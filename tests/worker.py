@@ -79,6 +79,13 @@ OWN_MODES = {
     "tp": {"keep_after_forward": {"reshard_after_forward": False}},
     "cp": {"reduce_every": {"reduce_every_micro_batch": True}},
 }
+# With torchao, which is optional, and what to compare with.
+FLOAT8 = {
+    "fp32": {},
+    "bf16": {"precision": "bf16"},
+    "float8": {"precision": "float8"},
+    "float8_selective": {"precision": "float8", "activation_checkpointing": "selective"},
+}
 # Compiling takes a quarter of a minute each time: the plain suite has some, by one script each.
 SLOW = {
     "compile": "fsdp2", "compile_bf16": "ddp", "compile_packed": "fsdp1",
@@ -92,13 +99,15 @@ COMPILE = torch.nn.Module.compile
 STEPS = 2
 
 
-def modes(name: str, drill: bool) -> dict[str, dict]:
-    """What a script runs: all modes but the slow ones, or the slow ones and their references."""
+def modes(name: str, which: str = "plain") -> dict[str, dict]:
+    """What a script runs: all modes but the slow ones; of the drill, these and their references."""
+    if which == "float8":
+        return {} if name == "tp" else FLOAT8  # tensor parallelism refuses it
     every = COMMON_MODES | OWN_MODES[name]
     one_row = ("packed_odd",)  # which does not divide: nothing special where nothing divides it
     for mode in {"ddp": (), "fsdp1": one_row, "fsdp2": one_row}.get(name, ("padded", "large")):
         del every[mode]
-    if drill:
+    if which == "drill":
         references = ("fp32", "padded", "packed", "large") if name == "ddp" else ()
         left = [m for m, where in SLOW.items() if where != name and m not in REFUSED.get(name, ())]
         return {mode: every[mode] for mode in (*references, *left)}
@@ -161,6 +170,8 @@ def train(script, flags: dict, device: torch.device, merge=False, count=False) -
     inner = getattr(model, "module", model)
     seen = {"tied": inner.get_input_embeddings().weight is inner.get_output_embeddings().weight}
     seen["inverse_frequencies"] = inner.get_decoder().rotary_emb.inv_freq.tolist()
+    kinds = [type(module).__name__ for module in inner.modules()]
+    seen["float8"] = kinds.count("Float8Linear")
     if config.init_from:
         common.load_weights(model, config.init_from)
     optimizer = script.build_optimizer(model, decayed, config)
@@ -214,17 +225,17 @@ def write_and_leave(out: str, seen: dict) -> None:
 
 
 def main() -> None:
-    out, base, drill = sys.argv[1], json.loads(sys.argv[2]), sys.argv[4:] == ["drill"]
+    out, base, start, which = sys.argv[1], *map(json.loads, sys.argv[2:4]), sys.argv[4]
     device = ddp_pretrain.init_process_group(ddp_pretrain.Config())
     gc.freeze()  # what is there now needs no search
     seen = {}
     for name, script in SCRIPTS.items():
-        for mode, flags in modes(name, drill).items():
+        for mode, flags in modes(name, which).items():
             flags = dict(flags)
             merge, whole_loss = flags.pop("merge", False), script.CHUNK_TOKENS
             script.CHUNK_TOKENS = flags.pop("CHUNK_TOKENS", whole_loss)
             count = mode in ("fp32", "ac_full", "ac_selective", "ac_fraction")
-            kernels = not drill or GENERATED.get(name) == mode
+            kernels = which != "drill" or GENERATED.get(name) == mode
             backend = "inductor" if kernels else "aot_eager"
             torch.nn.Module.compile = partialmethod(COMPILE, backend=backend)
             seen[f"{name} {mode}"] = train(script, base | flags, device, merge, count)
@@ -232,8 +243,8 @@ def main() -> None:
             gc.collect()
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
-        if not drill:
-            seen[f"{name} init_from"] = train(script, base | json.loads(sys.argv[3]), device)
+        if which == "plain":
+            seen[f"{name} init_from"] = train(script, base | start, device)
             gc.collect()
     write_and_leave(out, seen)
 
