@@ -115,8 +115,11 @@ def root_cause(error: BaseException) -> BaseException:
 
 
 def lost_connection(error: BaseException) -> bool:
-    """Whether a collective failed since another rank has ended: that one reports the cause."""
-    return "connection" in str(error).lower()
+    """Whether a collective failed since another rank has ended: that one reports the cause.
+
+    What a stage of a pipeline raises has the collective's error as its cause.
+    """
+    return "connection" in f"{error} {error.__cause__}".lower()
 
 
 def parse_config(config_class: type) -> Any:
@@ -884,7 +887,8 @@ def fetch_weights(name: str) -> str:
 def load_weights(model: torch.nn.Module, directory: str) -> None:
     """Fill whole or sharded parameters from the safetensors files of a Hugging Face directory.
 
-    Every rank reads just the slices that it keeps, cast on the way: none holds a second copy.
+    Every rank reads just the slices that it keeps, cast on the way: none holds a second copy. A
+    collective, for a rank may have only some of the parameters.
     """
     state_dict = get_model_state_dict(model)
     inner = getattr(model, "module", model)
@@ -892,14 +896,15 @@ def load_weights(model: torch.nn.Module, directory: str) -> None:
     tied = inner._tied_weights_keys if inner.config.tie_word_embeddings else {}
     wanted = {name: tensor for name, tensor in state_dict.items() if name not in tied}
     reader = HuggingFaceStorageReader(directory)
-    unknown = reader.read_metadata().state_dict_metadata.keys() - state_dict.keys()
+    known = set().union(*gather(list(state_dict)))  # by all ranks
+    unknown = reader.read_metadata().state_dict_metadata.keys() - known
     if unknown:
         also = f"{min(unknown)} ({len(unknown)} too many)"
         refuse(f"--init_from {directory}: its files also hold {also}")
     with refusing(f"--init_from {directory}"):  # names what is missing or of another shape
         dcp.load(wanted, storage_reader=reader)
-    for head, embedding in tied.items():
-        wanted[head] = wanted[embedding]
+    for head in tied.keys() & state_dict.keys():
+        wanted[head] = wanted[tied[head]]
     set_model_state_dict(model, wanted)
 
 
@@ -1487,31 +1492,31 @@ class Run:
         with refusing(f"cannot write {self.directory}/hf ({checkpoint} is intact)", code=1):
             export(checkpoint, self.directory / "hf")
         if self.facts["parameters"] < 2e9:  # else it takes minutes, while GPUs are kept from others
-            self.show_sample(prompt)
+            show_sample(self.directory / "hf", prompt)
         files = f"{self.directory}/metrics.jsonl, and {self.directory}/hf for transformers"
         say(f"files: {files}\nnext:  {next_command}")
-
-    def show_sample(self, prompt: np.ndarray) -> None:
-        try:
-            sample = continue_prompt(self.directory / "hf", prompt)
-            say(f"--- the model continues the first tokens of a held-out text:\n{sample}\n---")
-        except Exception as error:  # all outputs are there: the run has succeeded
-            say(f"no sample of the model: {error}")
 
 
 SAMPLING = {"max_new_tokens": 160, "do_sample": True, "temperature": 0.6}
 
 
-def continue_prompt(directory: Path, prompt: np.ndarray) -> str:
-    """How an exported model continues the ids of `prompt`, as plain transformers does it."""
-    tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
-    model = transformers.AutoModelForCausalLM.from_pretrained(directory)
-    ids = torch.from_numpy(prompt.astype(np.int64))[None]
-    torch.manual_seed(0)
-    continued = model.generate(
-        ids, attention_mask=torch.ones_like(ids), pad_token_id=tokenizer.eos_token_id, **SAMPLING
-    )
-    return tokenizer.decode(continued[0])
+def show_sample(directory: Path, prompt: np.ndarray) -> None:
+    """Show how an exported model continues the ids of `prompt`, as plain transformers does it."""
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory)
+        model = transformers.AutoModelForCausalLM.from_pretrained(directory)
+        ids = torch.from_numpy(prompt.astype(np.int64))[None]
+        torch.manual_seed(0)
+        continued = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            pad_token_id=tokenizer.eos_token_id,
+            **SAMPLING,
+        )
+        sample = tokenizer.decode(continued[0])
+        say(f"--- the model continues the first tokens of a held-out text:\n{sample}\n---")
+    except Exception as error:  # all outputs are there: the run has succeeded
+        say(f"no sample of the model: {error}")
 
 
 def command_line() -> None:

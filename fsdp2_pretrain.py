@@ -481,8 +481,9 @@ def transformer_blocks(model: nn.Module) -> nn.ModuleList:
     """The list of the model's blocks, which transformers knows as the modules not to split."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
-            # With activation checkpointing the block is inside of the list's first module.
-            names = {type(inner).__name__ for inner in module[0].modules()}
+            # With activation checkpointing a block is inside of the list's module. Not every one
+            # has to be a block: a rank may have only some of them.
+            names = {type(inner).__name__ for inner in module.modules()}
             if not names.isdisjoint(model._no_split_modules):
                 return module
     raise ValueError(f"{type(model).__name__} has no list of transformer blocks")
@@ -753,9 +754,16 @@ class State(dcp.stateful.Stateful):
         # NOTE: optimizer.state_dict() would be empty before the first step, with nothing for a load
         # to fill. This makes the moments then, by a step with a learning rate of 0.
         model, optimizer = get_state_dict(self.model, self.optimizer)
+        for group in optimizer["param_groups"]:
+            # A rank may have only some of the parameters, but a file has one list of their names.
+            names = common.gather(group["params"])  # a collective: those of each rank
+            group["params"] = sorted(set().union(*names))
         return {"model": model, "optimizer": optimizer}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        own = {name for name, _ in named_parameters(self.model)}
+        for group in state_dict["optimizer"]["param_groups"]:
+            group["params"] = [name for name in group["params"] if name in own]
         set_state_dict(
             self.model,
             self.optimizer,

@@ -5,7 +5,8 @@
 Each writer trains 2 steps, saves in each style and trains 2 more. Each reader loads every one of
 these checkpoints into a model of other weights and trains the same 2 steps. A table cell says what
 differs: losses, moments of AdamW as loaded (to the last bit), or nothing: "equal". Losses are
-compared to the last bit too, but to 2e-6 where ranks share layers or rows, and so sum otherwise.
+compared to the last bit too, but to 2e-6 where ranks share layers, rows or the blocks, and so sum
+otherwise.
 """
 
 import logging
@@ -20,14 +21,16 @@ from shared import Session
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
+import common
 import ddp_pretrain
 import fsdp1_pretrain
 import fsdp2_cp_pretrain
+import fsdp2_pp_pretrain
 import fsdp2_pretrain
 import fsdp2_tp_pretrain
 
 SCRIPTS = {"ddp": ddp_pretrain, "fsdp1": fsdp1_pretrain, "fsdp2": fsdp2_pretrain}
-INSIDE = {"tp": fsdp2_tp_pretrain, "cp": fsdp2_cp_pretrain}
+INSIDE = {"tp": fsdp2_tp_pretrain, "cp": fsdp2_cp_pretrain, "pp": fsdp2_pp_pretrain}
 SCRIPTS |= INSIDE
 STYLES = ["stateful", "separate"]
 STEPS = 2
@@ -42,13 +45,17 @@ def train(session: Session, first: int, last: int) -> list[float]:
 
 
 def moments(session: Session) -> dict[str, torch.Tensor]:
-    """Of AdamW, whole: parameter and name -> tensor."""
+    """Of AdamW, whole, of all ranks: parameter and name -> tensor."""
     state = get_optimizer_state_dict(session.model, session.optimizer)["state"]
-    return {
+    own = {
         f"{parameter} {name}": (x.full_tensor() if isinstance(x, DTensor) else x).clone()
         for parameter, tensors in state.items()
         for name, x in tensors.items()
     }
+    every: dict[str, torch.Tensor] = {}
+    for part in common.gather(own):  # a stage has those of its own blocks
+        every |= part
+    return every
 
 
 def same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 STRATEGIES = ["ddp", "fsdp1", "fsdp2"]
-INSIDE = ["fsdp2_tp", "fsdp2_cp"]  # ranks share layers, or rows
+INSIDE = ["fsdp2_tp", "fsdp2_cp", "fsdp2_pp"]  # ranks share layers, rows or the depth
 
 
 def parser(docstring: str | None) -> argparse.ArgumentParser:

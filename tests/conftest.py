@@ -16,7 +16,8 @@ sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
 
 SCRIPTS = ["ddp_pretrain.py", "fsdp1_pretrain.py", "fsdp2_pretrain.py"]
-INSIDE = ["fsdp2_tp_pretrain.py", "fsdp2_cp_pretrain.py"]  # ranks share layers, or rows
+# Ranks share layers, rows, or the blocks.
+INSIDE = ["fsdp2_tp_pretrain.py", "fsdp2_cp_pretrain.py", "fsdp2_pp_pretrain.py"]
 # Two micro-batches a rank on 4 ranks, so that every world size accumulates gradients.
 SMALL = {
     "max_length": 512,

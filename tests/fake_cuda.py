@@ -127,6 +127,7 @@ def fake_cuda(gpus: int = RANKS, capability: tuple[int, int] = (9, 0)) -> None:
     """Replace what asks the driver."""
     import torch._subclasses.fake_tensor as fake_tensor
     import torch.distributed.fsdp._common_utils as fsdp1
+    from torch.distributed.pipelining import _utils, schedules
 
     fake_tensor.init_gpu_context = lambda *_: None
     torch._C._set_only_lift_cpu_tensors(True)
@@ -191,6 +192,15 @@ def fake_cuda(gpus: int = RANKS, capability: tuple[int, int] = (9, 0)) -> None:
         if device and isinstance(data, float)
         else tensor(data, **more)
     )
+    schedule: Any = schedules._PipelineSchedule
+
+    def agree(self: Any, stages: list, *_: Any) -> None:
+        """Stages vote on whether all know what they will receive; here no other one would vote."""
+        for stage in stages:
+            assert not _utils.InferenceMode.needs_dynamic(stage._user_meta, True)
+            stage._inference_mode = _utils.InferenceMode.STATIC
+
+    schedule._warmup_p2p = agree
     joined = dist.init_process_group
 
     def join(backend: str, timeout: Any = None, device_id: Any = None) -> None:
@@ -326,7 +336,7 @@ def run(script: Any, flags: dict[str, Any]) -> dict[str, Any]:
     )
     batches.collate = dry_run.unseen(batches.collate)  # on the CPU, and there it has numbers
     model_config = dry_run.model_config_of(script, config, vocabulary)
-    model_config.num_hidden_layers = 2
+    model_config.num_hidden_layers = max(2, getattr(config, "pipeline_parallel", 2))
     share = script.data_parallel_rank_and_size(config)
     number = config.global_batch_tokens // config.micro_batch_tokens
     script.attention_document_by_document = by_document

@@ -4,12 +4,26 @@ import json
 import math
 import subprocess
 import sys
+import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import INSIDE, ROOT, RUN_FLAGS, SCRIPTS, SIZES, arguments, make_batches, metrics
+import torch.distributed.checkpoint as dcp
+from conftest import (
+    INSIDE,
+    ROOT,
+    RUN_FLAGS,
+    SCRIPTS,
+    SIZES,
+    arguments,
+    make_batches,
+    metrics,
+    small_shape,
+)
 from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 
@@ -59,20 +73,63 @@ def test_world_sizes_agree(run, shape_directory, script, ranks):
         torch.testing.assert_close(tensor, weights[1][name], rtol=1e-3, atol=2e-4)
 
 
-@pytest.mark.parametrize(
-    "script, own",
-    [(INSIDE[0], {}), (INSIDE[1], {}), (INSIDE[1], {"context_parallel": 4})],
-    ids=["tp 2x2", "cp 2x2", "cp 1x4"],
-)
-def test_ranks_that_share_layers_or_rows_change_nothing(run, shape_directory, script, own):
-    """On 4 ranks, of odd row lengths. (On 2, and in all modes: tests/test_modes.py.)"""
-    one = run("fsdp2_pretrain.py", 4, model=shape_directory)
-    other = run(script, 4, model=shape_directory, **own)
+def check_agreement(one: Path, other: Path) -> None:
     assert worst(losses(one), losses(other)) < 2e-6
     training, validation = zip(metrics(one), metrics(other))
     assert worst(*([line["grad_norm"] for line in lines] for lines in training)) < 5e-6
     assert worst(*([line["validation_loss"] for line in lines] for lines in validation)) < 2e-6
     assert training[0][-1]["tokens"] == training[1][-1]["tokens"]
+
+
+@pytest.mark.parametrize(
+    "script, own",
+    [
+        (INSIDE[0], {}),
+        (INSIDE[1], {}),
+        (INSIDE[1], {"context_parallel": 4}),
+        (INSIDE[2], {}),
+        (INSIDE[2], {"dp_replicate": 2}),
+    ],
+    ids=["tp 2x2", "cp 2x2", "cp 1x4", "pp 2x2", "pp 2x2 replicas"],
+)
+def test_ranks_that_share_layers_rows_or_blocks_change_nothing(run, shape_directory, script, own):
+    """On 4 ranks, of odd row lengths. (On 2, and in all modes: tests/test_modes.py.)"""
+    one = run("fsdp2_pretrain.py", 4, model=shape_directory)
+    other = run(script, 4, model=shape_directory, **own)
+    check_agreement(one, other)
+
+
+def check_tied_copies(directory: Path) -> None:
+    """The first stage writes its copy as the embedding, the last one its own as the head."""
+    checkpoint = max((directory / "checkpoints").iterdir())
+    metadata = FileSystemReader(checkpoint / "model").read_metadata()
+    names = ["model.embed_tokens.weight", "lm_head.weight"]
+    copies = {name: torch.empty(metadata.state_dict_metadata[name].size) for name in names}
+    files = {index.fqn: info.relative_path for index, info in metadata.storage_data.items()}
+    assert [files[name][:4] for name in names] == ["__0_", "__3_"]  # by the first and last rank
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that no process group is there
+        dcp.load(copies, checkpoint_id=checkpoint / "model", no_dist=True)
+    assert torch.equal(*copies.values())
+
+
+@pytest.mark.parametrize(
+    "tied, own",
+    [(True, {}), (False, {}), (False, {"batching": "packed", "grad_clip": 0.3})],
+    ids=["tied", "untied", "packed, clipped"],
+)
+def test_four_stages_change_nothing(run, tmp_path_factory, tied, own):
+    """Of 5 blocks, so that stages have unequally many; two have neither embedding nor head."""
+    directory = tmp_path_factory.mktemp("deep")
+    small_shape(num_hidden_layers=5, tie_word_embeddings=tied).save_pretrained(directory)
+    one = run("fsdp2_pretrain.py", 4, model=directory, **own)
+    other = run(INSIDE[2], 4, model=directory, pipeline_parallel=4, **own)
+    check_agreement(one, other)
+    if tied:
+        check_tied_copies(other)
+        start = other / f"checkpoints/step_{STEPS:08}"
+        again = run(INSIDE[2], 4, model=directory, pipeline_parallel=4, resume=start, steps=9)
+        check_tied_copies(again)
 
 
 def learning_rate(step: int, peak=0.01, least=4e-4, warmup=1) -> float:
@@ -159,6 +216,8 @@ def small_models() -> dict:
         ("fsdp2_pretrain.py", "gpt2"),
         pytest.param("fsdp2_tp_pretrain.py", "llama", marks=pytest.mark.drill),
         ("fsdp2_cp_pretrain.py", "gpt2"),
+        ("fsdp2_pp_pretrain.py", "qwen2"),
+        ("fsdp2_pp_pretrain.py", "llama"),
     ],
 )
 def test_exported_model_has_the_validation_loss_in_plain_transformers(

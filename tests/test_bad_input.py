@@ -4,13 +4,14 @@ import re
 import time
 
 import pytest
-from conftest import SMALL, arguments, launch, small_shape, torchrun
-from transformers import BloomConfig, GPT2Config
+from conftest import SIZES, SMALL, arguments, launch, small_shape, torchrun
+from transformers import BloomConfig, GPT2Config, GraniteConfig
 
 BASE = {**SMALL, "steps": 2, "eval_every": 2}
 
 
 TP, CP = {"script": "fsdp2_tp_pretrain"}, {"script": "fsdp2_cp_pretrain"}
+PP = {"script": "fsdp2_pp_pretrain"}
 START = {"init_from": "WEIGHTS", "tokenizer": "bytes"}
 # Name -> flags beside the good ones, and what the error line must hold. FOLDER and WEIGHTS are
 # replaced; "script" is not a flag but the script, fsdp2_pretrain if not given.
@@ -52,6 +53,23 @@ CASES = {
     "replicas": ({"dp_replicate": 3}, "--dp_replicate 3 does not divide"),
     "layers shared by more than all": (TP, "--tensor_parallel 2 must divide 1 ranks"),
     "rows shared by more than all": (CP, "--context_parallel 2 must divide 1"),
+    "more stages than ranks": (PP, "--pipeline_parallel 2 must divide 1 ranks"),
+    "replicas of a stage": (
+        PP | {"pipeline_parallel": 1, "dp_replicate": 2},
+        "--dp_replicate 2 does not divide the 1 ranks of a stage",
+    ),
+    "nothing to reduce early": (
+        PP | {"pipeline_parallel": 1, "reduce_every_micro_batch": "true"},
+        "unknown flag or word --reduce_every_micro_batch",
+    ),
+    "positions before the blocks": (
+        PP | {"pipeline_parallel": 1, "model": "FOLDER/gpt2"},
+        "gpt2: only models of embed_tokens, layers, norm, rotary_emb and no embedding_multiplier",
+    ),
+    "scaled before the blocks": (
+        PP | {"pipeline_parallel": 1, "model": "FOLDER/granite"},
+        "granite: only models of .* can be cut into stages",
+    ),
     "other script's replicas": (
         TP | {"tensor_parallel": 1, "dp_replicate": 1},
         "unknown flag or word --dp_replicate",
@@ -135,6 +153,7 @@ def commands(tmp_path_factory, corpus, weights_directory) -> dict[str, tuple[str
     )
     sizes = {"vocab_size": 320, "n_embd": 32, "n_layer": 2, "n_head": 4}
     GPT2Config(**sizes, bos_token_id=None, eos_token_id=None).save_pretrained(folder / "gpt2")
+    GraniteConfig(**SIZES, embedding_multiplier=12.0).save_pretrained(folder / "granite")
     good = BASE | {"dataset": corpus, "run_dir": "FOLDER/run", "model": "FOLDER/shallow"}
     made = {}
     for name, (flags, _) in CASES.items():
@@ -170,6 +189,14 @@ def test_bad_input_is_one_line_and_exit_code_2(commands, name, monkeypatch, tmp_
             "--context_parallel must divide 4 heads, and K/V",
         ),
         (2, CP, (6, 3), "must divide 6 heads, and K/V heads or they it"),
+        (4, PP | {"pipeline_parallel": 4}, (4, 2), "--pipeline_parallel 4 exceeds 2 blocks"),
+        (3, PP, (4, 2), "--pipeline_parallel 2 must divide 3 ranks"),
+        (
+            2,
+            PP | {"micro_batch_tokens": 1024},
+            (4, 2),
+            "1024 is fewer micro-batches than --pipeline_parallel; 2048 would do",
+        ),
     ],
 )
 def test_what_ranks_cannot_share_is_refused_once(corpus, tmp_path, ranks, flags, heads, expected):

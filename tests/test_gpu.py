@@ -30,6 +30,7 @@ for mode in ("full", "selective", "0.5"):
 RUNS["replicas"] = "fsdp2_pretrain.py", {"dp_replicate": 2}
 RUNS["whole after forward"] = "fsdp2_pretrain.py", {"reshard_after_forward": False}
 RUNS["offload"] = "fsdp2_pretrain.py", {"cpu_offload": True}
+RUNS["fsdp2_pp_pretrain.py middle stage"] = "fsdp2_pp_pretrain.py", {"pipeline_parallel": 4}
 RUNS["padded"] = "fsdp2_pretrain.py", {"pad_to_multiple_of": 64}
 RUNS["packed fp32"] = "fsdp2_pretrain.py", {"batching": "packed", "precision": "fp32"}
 
@@ -168,8 +169,8 @@ def test_float8_says_what_it_needs(monkeypatch):
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_the_benchmark_takes_its_own_settings(monkeypatch, ranks):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    for what, (strategy, _) in gpu.SETTINGS.items():
-        if ranks > 1 or strategy in ("ddp", "fsdp1", "fsdp2"):
+    for what, (_, flags) in gpu.SETTINGS.items():
+        if ranks % gpu.ranks_together(flags) == 0:
             gpu.script_and_config(what, ranks)
 
 

@@ -13,6 +13,7 @@ PRETRAINING = [
     "fsdp2_pretrain.py",
     "fsdp2_tp_pretrain.py",
     "fsdp2_cp_pretrain.py",
+    "fsdp2_pp_pretrain.py",
 ]
 SCRIPTS = [*PRETRAINING, "fsdp2_sft.py"]
 SECTIONS = [

@@ -72,7 +72,7 @@ def check_agreement(seen: dict, case: str) -> None:
     name, mode = case.split()
     reference, of_losses, of_weights = EXPECTED.get(mode, ("fp32", *EXACT))
     reference, got, of_norms = seen[f"ddp {reference}"], seen[case], of_losses
-    if name in ("tp", "cp"):  # sums of parts, in another order
+    if name in ("tp", "cp", "pp"):  # sums of parts, in another order
         of_losses, of_norms = 2e-6, 5e-6
         if "bf16" in mode or "float8" in mode:  # four times what FSDP2 itself loses by it
             own = seen[f"fsdp2 {mode}"]
@@ -93,7 +93,7 @@ def test_compiled_modes_of_every_script(run_worker):
     slow = run_worker("drill")
     for case in slow:
         check_agreement(slow, case)
-    check_graphs(slow, 20)
+    check_graphs(slow, 25)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,9 +102,11 @@ def test_parameters_are_fp32_tied_and_sharded(seen, case):
     assert got["dtypes"] == ["torch.float32"]
     assert got["tied"]
     whole = seen["ddp fp32"]["held"]
-    one_copy_a_rank = case.startswith("ddp") or case.startswith("fsdp2 hybrid")
-    norms = 5 * 32 if case.startswith("tp") else 0  # each rank of a layer has them
-    assert got["held"] == (whole if one_copy_a_rank else (whole + norms) // 2)
+    one_copy_a_rank = case.startswith(("ddp", "fsdp2 hybrid", "pp hybrid"))
+    more = 5 * 32 if case.startswith("tp") else 0  # norms, which each rank of a layer has
+    if case.startswith("pp") and case != "pp one_stage":
+        more = 320 * 32 - 32  # the embedding, which is on both stages; without the last norm
+    assert got["held"] == (whole if one_copy_a_rank else (whole + more) // 2)
     # q, k, v, o and the three of the feed-forward in each of 2 blocks; embedding tied to the head.
     assert [number for _, number in got["decay"]] == [7 * 2, 5 * 2 + 2]
     assert [decay for decay, _ in got["decay"]] == [0.1, 0.0]
@@ -185,7 +187,7 @@ def test_nothing_is_compiled_twice(seen):
     check_graphs(seen, 3)
 
 
-@pytest.mark.parametrize("name", OWN_MODES)
+@pytest.mark.parametrize("name", [name for name in OWN_MODES if name != "pp"])
 def test_accumulating_gradients_equals_one_larger_micro_batch(seen, name):
     assert seen[f"{name} fp32"]["micro_batches"] == (4 if name in ("tp", "cp") else 2)
     assert seen[f"{name} merged"]["micro_batches"] == 1

@@ -8,16 +8,19 @@ import contextlib
 import itertools
 import json
 import math
-import warnings
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 import common
+import fsdp2_pp_pretrain
 import fsdp2_pretrain as script
 
 VOCABULARY = 320
@@ -38,6 +41,8 @@ SMALL_SIZES = {
 }
 # What else to try: the first that transformers takes is used.
 VARIANTS = [{}, {"num_key_value_heads": 4}, {"num_key_value_heads": 4, "head_dim": None}]
+# Those that stages of a pipeline are not made for.
+OTHER_PARTS = set("gpt2 gpt_bigcode gpt_neox hrm_text moshi opt persimmon phi".split())
 ROWS = [np.random.default_rng(n).integers(0, 256, n + 1) for n in (40, 25, 64, 7, 33)]
 
 
@@ -100,7 +105,16 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.fixture(scope="module")
+def one_rank():
+    """A process group, as `common.load_weights` asks all ranks."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.mark.drill
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("name", sorted(common.MODEL_TYPES))
 def test_a_type_trains_as_in_plain_transformers(name, tmp_path):
     plain = plain_model(name)
@@ -129,9 +143,7 @@ def test_a_type_trains_as_in_plain_transformers(name, tmp_path):
         if model_config.tie_word_embeddings:
             model.tie_weights()
         script.ModelSize(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that no process group is there
-            common.load_weights(model, str(tmp_path))
+        common.load_weights(model, str(tmp_path))
         model.train()
         loss = torch.zeros(())
         for micro_batch in micro_batches(batching):
@@ -142,6 +154,64 @@ def test_a_type_trains_as_in_plain_transformers(name, tmp_path):
         assert seen.keys() == expected.keys()
         for key, gradient in seen.items():
             assert (gradient - expected[key]).norm() < 1e-4 * norm, key
+
+
+def stage_of(
+    config: fsdp2_pp_pretrain.Config, weights: dict[str, torch.Tensor], stage: int
+) -> torch.nn.Module:
+    """One of two stages, without ranks: what `parallelize` makes, with given weights."""
+    pp = fsdp2_pp_pretrain
+    model_config = pp.build_model_config(config, 257, 256)
+    model = pp.build_model(config, model_config)
+    pp.check_model(model, config)
+    model.stage = SimpleNamespace(is_last=stage == 1)
+    model.forward = partial(pp.stage_forward, model, model.forward, config.micro_batch_tokens)
+    pp.keep_stage(model, stage, 2)
+    pp.initialize(model.modules(), model, torch.device("cpu"))
+    if model_config.tie_word_embeddings and stage == 1:
+        model.tie_weights()
+    missing, _ = model.load_state_dict(weights, strict=False)
+    assert not missing
+    return model.train()
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("name", sorted(common.MODEL_TYPES))
+def test_a_type_in_two_stages_is_right_or_refused(name, tmp_path):
+    """Loss and gradients, of both stages together, are those of the whole model."""
+    weights = plain_model(name).state_dict()
+    config = plain_model(name).config
+    config.save_pretrained(tmp_path)
+    flags = {"model": str(tmp_path), "max_length": 64, "pipeline_parallel": 1}
+    flags |= {"micro_batch_tokens": 192, "global_batch_tokens": 192}
+    for batching in ("bucketed", "packed"):
+        config = fsdp2_pp_pretrain.Config(**flags, batching=batching)
+        model_config = script.build_model_config(config, 257, 256)
+        model = script.build_model(config, model_config)
+        if name in OTHER_PARTS:
+            with pytest.raises(common.Refusal, match="can be cut into stages"):
+                fsdp2_pp_pretrain.check_model(model, config)
+            continue
+        script.initialize(model.modules(), model, torch.device("cpu"))
+        if model_config.tie_word_embeddings:
+            model.tie_weights()
+        model.load_state_dict(weights)
+        model.train()
+        first, last = (stage_of(config, weights, stage) for stage in (0, 1))
+        for micro_batch in micro_batches(batching):
+            expected = model(**micro_batch)
+            expected.backward()
+            first.micro_batches = last.micro_batches = itertools.repeat(micro_batch)
+            loss = last(first())
+            loss.backward()
+            assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+        norm = math.sqrt(sum(g.double().square().sum() for g in gradients(model).values()))
+        seen = gradients(first)
+        for key, gradient in gradients(last).items():  # both have a tied embedding
+            seen[key] = seen[key] + gradient if key in seen else gradient
+        assert seen.keys() == gradients(model).keys()
+        for key, gradient in gradients(model).items():
+            assert (seen[key] - gradient).norm() < 1e-5 * norm, key
 
 
 def test_all_other_types_are_refused_in_one_line(tmp_path):

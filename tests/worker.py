@@ -21,11 +21,12 @@ import common  # noqa: E402
 import ddp_pretrain  # noqa: E402
 import fsdp1_pretrain  # noqa: E402
 import fsdp2_cp_pretrain  # noqa: E402
+import fsdp2_pp_pretrain  # noqa: E402
 import fsdp2_pretrain  # noqa: E402
 import fsdp2_tp_pretrain  # noqa: E402
 
 SCRIPTS = {"ddp": ddp_pretrain, "fsdp1": fsdp1_pretrain, "fsdp2": fsdp2_pretrain}
-SCRIPTS |= {"tp": fsdp2_tp_pretrain, "cp": fsdp2_cp_pretrain}
+SCRIPTS |= {"tp": fsdp2_tp_pretrain, "cp": fsdp2_cp_pretrain, "pp": fsdp2_pp_pretrain}
 COMMON_MODES = {
     "fp32": {},
     "packed": {"batching": "packed"},
@@ -78,6 +79,11 @@ OWN_MODES = {
     },
     "tp": {"keep_after_forward": {"reshard_after_forward": False}},
     "cp": {"reduce_every": {"reduce_every_micro_batch": True}},
+    "pp": {
+        "one_stage": {"pipeline_parallel": 1},
+        "hybrid": {"pipeline_parallel": 1, "dp_replicate": 2},
+        "cpu_offload": {"cpu_offload": True},
+    },
 }
 # With torchao, which is optional, and what to compare with.
 FLOAT8 = {
@@ -92,9 +98,9 @@ SLOW = {
     "compile_dynamic": None, "compile_ac_full": None,
 }  # fmt: skip
 # Of those left to the drill, these generate kernels; the rest trace and partition graphs alone.
-GENERATED = {"tp": "compile", "cp": "compile"}
-# What torch cannot compile of DTensors, and the script refuses.
-REFUSED = {"tp": ("compile_dynamic", "compile_ac_full")}
+GENERATED = {"tp": "compile", "cp": "compile", "pp": "compile"}
+# What torch cannot compile of DTensors, and the script refuses; and a pipeline of one micro-batch.
+REFUSED = {"tp": ("compile_dynamic", "compile_ac_full"), "pp": ("merged",)}
 COMPILE = torch.nn.Module.compile
 STEPS = 2
 
@@ -105,17 +111,32 @@ def modes(name: str, which: str = "plain") -> dict[str, dict]:
         return {} if name == "tp" else FLOAT8  # tensor parallelism refuses it
     every = COMMON_MODES | OWN_MODES[name]
     one_row = ("packed_odd",)  # which does not divide: nothing special where nothing divides it
-    for mode in {"ddp": (), "fsdp1": one_row, "fsdp2": one_row}.get(name, ("padded", "large")):
+    left_out = {"ddp": (), "fsdp1": one_row, "fsdp2": one_row}.get(name, ("padded", "large"))
+    for mode in (*left_out, *REFUSED.get(name, ())):
         del every[mode]
     if which == "drill":
         references = ("fp32", "padded", "packed", "large") if name == "ddp" else ()
-        left = [m for m, where in SLOW.items() if where != name and m not in REFUSED.get(name, ())]
+        left = [mode for mode, where in SLOW.items() if where != name and mode in every]
         return {mode: every[mode] for mode in (*references, *left)}
     return {mode: flags for mode, flags in every.items() if SLOW.get(mode, name) == name}
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def of_all_ranks(values: dict[str, float]) -> dict[str, float]:
+    """Where each rank has only some of the names; those that have the same one have to agree."""
+    merged: dict[str, float] = {}
+    for part in common.gather(values):
+        for name, value in part.items():
+            assert merged.setdefault(name, value) == value, name
+    return merged
+
+
+def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Whole tensors, those of this rank's part of the model."""
+    return {name: whole(tensor) for name, tensor in get_model_state_dict(model).items()}
 
 
 def same_on_all_ranks(tensor: torch.Tensor) -> bool:
@@ -168,7 +189,8 @@ def train(script, flags: dict, device: torch.device, merge=False, count=False) -
     decayed = script.weight_decay_names(model)
     model = script.parallelize(model, config, device)
     inner = getattr(model, "module", model)
-    seen = {"tied": inner.get_input_embeddings().weight is inner.get_output_embeddings().weight}
+    head, embedding = inner.get_output_embeddings(), inner.get_input_embeddings()
+    seen = {"tied": all(common.gather(head is None or head.weight is embedding.weight))}
     seen["inverse_frequencies"] = inner.get_decoder().rotary_emb.inv_freq.tolist()
     kinds = [type(module).__name__ for module in inner.modules()]
     seen["float8"] = kinds.count("Float8Linear")
@@ -176,9 +198,13 @@ def train(script, flags: dict, device: torch.device, merge=False, count=False) -
         common.load_weights(model, config.init_from)
     optimizer = script.build_optimizer(model, decayed, config)
     groups = optimizer.param_groups
-    seen["decay"] = [[group["weight_decay"], len(group["params"])] for group in groups]
-    state = {name: whole(tensor) for name, tensor in get_model_state_dict(model).items()}
-    seen["initial"] = {name: tensor.double().sum().item() for name, tensor in state.items()}
+    names = {id(parameter): name for name, parameter in script.named_parameters(model)}
+    seen["decay"] = []
+    for group in groups:
+        parts = common.gather([names[id(parameter)] for parameter in group["params"]])
+        seen["decay"].append([group["weight_decay"], len(set().union(*parts))])
+    state = state_of(model)
+    seen["initial"] = of_all_ranks({name: x.double().sum().item() for name, x in state.items()})
     parameters = [p for group in groups for p in group["params"]]
     seen["held"] = sum(getattr(p, "_local_tensor", p).numel() for p in parameters)
     seen["losses"], seen["norms"], seen["in_step"] = [], [], True
@@ -196,7 +222,7 @@ def train(script, flags: dict, device: torch.device, merge=False, count=False) -
     if count:
         with FlopCounterMode(display=False) as flops:
             script.train_step(model, optimizer, batch, 0.0, config, device)
-        seen["flops"] = flops.get_total_flops()
+        seen["flops"] = sum(common.gather(flops.get_total_flops()))
     seen["validation"] = script.evaluate(model, validation, config, device)
     if config.compile:  # the same shapes again
         seen["graphs"] = [torch._dynamo.utils.counters["stats"]["unique_graphs"]]
@@ -209,8 +235,8 @@ def train(script, flags: dict, device: torch.device, merge=False, count=False) -
         {str(p.dtype) for p in parameters}
         | {str(v.dtype) for s in optimizer.state.values() for v in s.values() if v.dim()}
     )
-    state = {name: whole(tensor) for name, tensor in get_model_state_dict(model).items()}
-    seen["final"] = {name: tensor.double().norm().item() for name, tensor in state.items()}
+    state = state_of(model)
+    seen["final"] = of_all_ranks({name: x.double().norm().item() for name, x in state.items()})
     return seen
 
 
