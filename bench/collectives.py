@@ -20,6 +20,7 @@ KINDS = {  # what the dispatcher calls them
     "all_gather_into_tensor": "all-gather", "_reduce_scatter_base_": "reduce-scatter",
     "reduce_scatter_tensor": "reduce-scatter", "allreduce_": "all-reduce",
     "all_reduce": "all-reduce", "broadcast_": "broadcast", "all_to_all_single": "all-to-all",
+    "send": "send", "recv_": "receive",
 }  # fmt: skip
 
 
@@ -35,7 +36,9 @@ class Collective:
     @property
     def sent(self) -> float:
         """Bytes that each rank sends if the ranks form a ring."""
-        if self.kind == "broadcast":
+        if self.kind == "receive":
+            return 0
+        if self.kind in ("broadcast", "send"):
             return self.bytes
         rounds = 2 if self.kind == "all-reduce" else 1
         return rounds * self.bytes * (self.ranks - 1) / self.ranks

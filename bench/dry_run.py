@@ -1,13 +1,14 @@
 """What a script would keep and move on N GPUs, from this CPU: nothing is allocated or sent.
 
-    python bench/dry_run.py SCRIPT --ranks N [--ranks_per_node 8] [--vocabulary V]
+    python bench/dry_run.py SCRIPT --ranks N [--rank 0] [--ranks_per_node 8] [--vocabulary V]
         [--memory_gib 24] [--link_gbps 400 --tflops 400] [flags of SCRIPT]
 
-Builds the script's own model, strategy and optimizer, and runs its own train step, as rank 0 of N
-under torch's fake process group with fake tensors, which have shapes but no numbers. Prints the
-memory of a rank and the collectives of one optimizer step, beside the closed form. Without
---global_batch_tokens a step is one micro-batch a rank; `--precision auto` is bf16, as on a GPU;
---compile is left out. All micro-batches have rows of the longest length.
+Builds the script's own model, strategy and optimizer, and runs its own train step, as one rank of N
+under torch's fake process group with fake tensors, which have shapes but no numbers. (All ranks are
+alike, but for the stages of a pipeline: of these --rank 0 is in the first, N-1 in the last one.)
+Prints the memory of a rank and the collectives of one optimizer step, beside the closed form.
+Without --global_batch_tokens a step is one micro-batch a rank; `--precision auto` is bf16, as on a
+GPU; --compile is left out. All micro-batches have rows of the longest length.
 
 Sizes are those of torch's tensors. What the allocator, CUDA and NCCL hold beside them is not there:
 leave a tenth of the GPU free.
@@ -171,20 +172,23 @@ class Watch(collectives.Ledger):
 # --- The script, on fake tensors ------------------------------------------------------------------
 
 
-def be_rank_0(ranks: int, ranks_per_node: int) -> None:
-    """What torchrun would tell the first process."""
-    local = str(min(ranks, ranks_per_node))
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": local}
+def be_rank(rank: int, ranks: int, ranks_per_node: int) -> None:
+    """What torchrun would tell a process."""
+    local_ranks = min(ranks, ranks_per_node)
+    told = {"RANK": rank, "LOCAL_RANK": rank % local_ranks, "LOCAL_WORLD_SIZE": local_ranks}
+    os.environ |= {name: str(value) for name, value in told.items()}
     os.environ["WORLD_SIZE"] = str(ranks)
 
 
 @contextlib.contextmanager
-def fake_ranks(ranks: int, ranks_per_node: int) -> Iterator[None]:
-    """This process is rank 0 of `ranks`, of which no other exists."""
+def fake_ranks() -> Iterator[None]:
+    """This process is the rank that `be_rank` has made it, of ranks of which no other exists."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    be_rank_0(ranks, ranks_per_node)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    _clear_sharding_prop_cache()  # it may remember groups of another rank
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
         yield
     finally:
@@ -270,6 +274,9 @@ def adapted(script: Any) -> Iterator[None]:
     trial = ShardingPropagator, "_propagate_tensor_meta_non_cached"
     for owner, name in (trial, (DeviceMesh, "__init__")):
         changes.append((owner, name, unseen(getattr(owner, name))))
+    changes.append(
+        (dist, "new_subgroups_by_enumeration", unseen(dist.new_subgroups_by_enumeration))
+    )
     if hasattr(script, "init_device_mesh"):
         changes.append((script, "init_device_mesh", unseen(script.init_device_mesh)))
     if hasattr(script, "DistributedDataParallel"):
@@ -289,8 +296,10 @@ def adapted(script: Any) -> Iterator[None]:
 class Report:
     """What one rank keeps and moves in an optimizer step; sizes in bytes."""
 
+    rank: int
     ranks: int
     numbers: int  # parameters of the model
+    own: int  # and of the stage, if it is cut into stages
     micro_batches: int
     elsewhere: tuple[str, ...]  # kinds of memory that are offloaded
     parameters: int
@@ -375,17 +384,15 @@ def model_config_of(script: Any, config: Any, vocabulary: int) -> Any:
     return model_config
 
 
-def dry_run(
-    script: Any, config: Any, ranks_per_node: int, vocabulary: int, watch: Watch | None = None
-) -> Report:
-    """Build and train one step as rank 0 of `WORLD_SIZE`; nothing has numbers."""
-    ranks, shape = int(os.environ["WORLD_SIZE"]), model_config_of(script, config, vocabulary)
+def dry_run(script: Any, config: Any, vocabulary: int, watch: Watch | None = None) -> Report:
+    """Build and train one step as the rank that `be_rank` has named; nothing has numbers."""
+    shape = model_config_of(script, config, vocabulary)
     fake, watch = FakeTensorMode(allow_non_fake_inputs=True), watch or Watch()
     watch.elsewhere = elsewhere(config)
     if config.batching == "packed":  # as one document: no kernel keeps the square of attention
         row = {"max_length": config.micro_batch_tokens, "pad_to_multiple_of": 1}
         config = dataclasses.replace(config, batching="bucketed", **row)
-    with fake_ranks(ranks, ranks_per_node), adapted(script), fake, watch:
+    with fake_ranks(), adapted(script), fake, watch:
         model, optimizer = shared.build(script, config, shape, CPU)
         batch = batch_of(script, config)
         kept = observe(script, config, model, optimizer, batch, watch)
@@ -393,11 +400,16 @@ def dry_run(
         from transformers import AutoModelForCausalLM
 
         whole = AutoModelForCausalLM.from_config(shape)
-    stack = next(module for module in whole.modules() if isinstance(module, torch.nn.ModuleList))
-    blocks = set(stack.parameters())
-    root = [p.shape for p in whole.parameters() if p not in blocks]
+    numbers = whole.num_parameters()
+    # A stage has some of the blocks, and of the rest what it needs.
+    part = model if hasattr(config, "pipeline_parallel") else whole
+    lists = (module for module in part.modules() if isinstance(module, torch.nn.ModuleList))
+    blocks = set(next(lists).parameters())
+    root = [p.shape for p in part.parameters() if p not in blocks]
+    own = sum(p.numel() for p in part.parameters())
     return Report(
-        ranks, whole.num_parameters(), len(batch.micro_batches), watch.elsewhere, *kept,
+        int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), numbers, own,
+        len(batch.micro_batches), watch.elsewhere, *kept,
         watch.peak, watch.calls, watch.flops, root, shape,
     )  # fmt: skip
 
@@ -414,6 +426,7 @@ def closed_form(report: Report, script: Any, config: Any, numbers: int) -> tuple
     """
     gathered, gradients = size_of_compute(config) * numbers, 4 * numbers
     ranks = report.ranks // getattr(config, "tensor_parallel", 1)  # that have the same part
+    ranks //= getattr(config, "pipeline_parallel", 1)
     micro_batches = report.micro_batches
     if script.__name__ == "ddp_pretrain":
         return 2 * gradients * (ranks - 1) / ranks, "2G(N-1)/N"
@@ -441,32 +454,35 @@ def size_of_compute(config: Any) -> int:
 
 def reduces_every_micro_batch(config: Any) -> bool:
     fsdp1 = hasattr(config, "sharding_strategy")
-    return config.reduce_every_micro_batch or fsdp1 and config.precision != "fp32"
+    every = getattr(config, "reduce_every_micro_batch", False)
+    return every or fsdp1 and config.precision != "fp32"
 
 
 def keeps_between_micro_batches(config: Any) -> bool:
     """Whether parameters stay whole from the first micro-batch to the last."""
     if hasattr(config, "sharding_strategy"):
         return config.sharding_strategy == "shard_grad_op" and not reduces_every_micro_batch(config)
-    return not config.reshard_after_forward
+    return not getattr(config, "reshard_after_forward", False)  # never in a pipeline
 
 
 def gathers_of_block(config: Any) -> int:
     """How often a micro-batch gathers a block's parameters."""
     if hasattr(config, "sharding_strategy"):
         return 1 if config.sharding_strategy == "shard_grad_op" else 2
-    return 2 if config.reshard_after_forward else 1
+    return 1 if keeps_between_micro_batches(config) else 2
 
 
 def shards_of(report: Report, config: Any) -> int:
     if hasattr(config, "tensor_parallel"):
         return report.ranks // config.tensor_parallel
+    if hasattr(config, "pipeline_parallel"):
+        return report.ranks // config.pipeline_parallel // config.dp_replicate
     return next((call.ranks for call in report.calls if call.kind == "all-gather"), 1)
 
 
 def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
-    """Bytes that a rank sends in the blocks for tensor or context parallelism, their formula, and
-    what embedding, norms, head and loss add.
+    """Bytes that a rank sends in the blocks for tensor or context parallelism or between stages,
+    their formula, and what embedding, norms, head and loss add.
 
     L: blocks, T or C: ranks that share a layer or a row, A: bytes of a micro-batch's [tokens,
     hidden size], Q and K: of its queries and keys (these as often as C exceeds their heads). R
@@ -492,6 +508,15 @@ def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
         share = tokens * width * size * (ranks - 1) / ranks**2
         times = "(4L+2R)" if again else "4L"
         return (4 * blocks + 2 * again) * share, f" + {times}k(Q+K)(C-1)/C²", 0.0
+    if (stages := getattr(config, "pipeline_parallel", 1)) > 1:
+        stage = report.rank * stages // report.ranks
+        neighbours = 1 if stage in (0, stages - 1) else 2
+        # Hidden states to the next one, their gradients to the one before, padded to one shape.
+        hidden = config.micro_batch_tokens * shape.hidden_size * size
+        embedding = report.root[0].numel() * 4 / shards_of(report, config)
+        tied = shape.tie_word_embeddings and neighbours == 1
+        times = "" if neighbours == 1 else "2"
+        return neighbours * report.micro_batches * hidden, f" + {times}kA", tied * embedding
     return 0.0, "", 0.0
 
 
@@ -502,7 +527,7 @@ def closed_form_of(report: Report, script: Any, config: Any) -> tuple[float, str
     gathered once, not twice.
     """
     together = getattr(config, "tensor_parallel", 1)  # ranks that have a part of each layer
-    expected, formula = closed_form(report, script, config, report.numbers // together)
+    expected, formula = closed_form(report, script, config, report.own // together)
     shards, parts = shards_of(report, config), {}
     if script.__name__ != "ddp_pretrain" and shards > 1:
         held = report.parameters * shards // 4
@@ -545,9 +570,9 @@ def describe(report: Report, script: Any, config: Any, options: argparse.Namespa
         "optimizer state": report.optimizer,
     }
     lines = [
-        f"{script.__name__} as rank 0 of {report.ranks}: {config.model}, {report.numbers:,} "
-        f"parameters, {config.precision}; micro-batches a rank and step: {report.micro_batches} of "
-        f"{config.micro_batch_tokens:,} tokens\n",
+        f"{script.__name__} as rank {report.rank} of {report.ranks}: {config.model}, "
+        f"{report.numbers:,} parameters, {config.precision}; micro-batches a rank and step: "
+        f"{report.micro_batches} of {config.micro_batch_tokens:,} tokens\n",
         "| memory of a rank, all of a step | |",
         "| --- | --- |",
         *(f"| {kind} | {size / MIB:,.2f} MiB |" for kind, size in rows.items()),
@@ -598,7 +623,7 @@ def advice(report: Report, script: Any, config: Any, options: argparse.Namespace
             lines.append("nothing is left to turn on: more ranks, or a smaller model")
             break
         script, config, change = step
-        report = dry_run(script, config, options.ranks_per_node, options.vocabulary)
+        report = dry_run(script, config, options.vocabulary)
         lines.append(
             f"+ {change}: {report.on_device / GIB:,.2f} GiB, {report.flops / 1e12:,.2f} "
             f"TFLOPs and {report.sent / 1e9:,.2f} GB sent a step"
@@ -637,6 +662,7 @@ def read_options() -> tuple[argparse.Namespace, list[str]]:
     parser = shared.parser(__doc__)
     parser.add_argument("script", choices=[f"{name}.py" for name in SCRIPTS])
     parser.add_argument("--ranks", type=shared.positive, required=True, help="GPUs of the run")
+    parser.add_argument("--rank", type=int, default=0, help="the one to tell of")
     parser.add_argument(
         "--ranks_per_node", type=shared.positive, default=8, help="for FSDP1's hybrid_shard"
     )
@@ -655,7 +681,9 @@ def read_options() -> tuple[argparse.Namespace, list[str]]:
 
 def main() -> None:
     options, words = read_options()
-    be_rank_0(options.ranks, options.ranks_per_node)
+    if options.rank >= options.ranks:
+        common.refuse(f"--rank {options.rank}: the {options.ranks} ranks are counted from 0")
+    be_rank(options.rank, options.ranks, options.ranks_per_node)
     script = importlib.import_module(Path(options.script).stem)
     defaults = {field.name: field.default for field in dataclasses.fields(script.Config)}
     micro = options.micro_batch_tokens or defaults["micro_batch_tokens"]
@@ -667,7 +695,7 @@ def main() -> None:
     config = common.parse_config(script.Config)
     if options.vocabulary is None:
         options.vocabulary = len(common.load_tokenizer(config.tokenizer))
-    report = dry_run(script, config, options.ranks_per_node, options.vocabulary)
+    report = dry_run(script, config, options.vocabulary)
     print(describe(report, script, config, options))
 
 

@@ -3,15 +3,16 @@
     torchrun --standalone --nproc-per-node=1 bench/gpu.py
 
 qwen2-0.5b's shape with the GPT-2 vocabulary, rows of up to 2,048 random tokens, bf16. With two GPUs
-also tensor and context parallelism, the latter beside FSDP2 with rows of 16,384. Every setting
-builds the script's own model and optimizer and runs its own train step. Prints a line a setting and
-writes docs/gpu.json. Without a GPU a small model shows that this program works; its numbers mean
-nothing.
+also pipeline parallelism with 8 micro-batches a step, tensor and context parallelism, the latter
+beside FSDP2 with rows of 16,384. Every setting builds the script's own model and optimizer and runs
+its own train step. Prints a line a setting and writes docs/gpu.json. Without a GPU a small model
+shows that this program works; its numbers mean nothing.
 """
 
 import gc
 import importlib
 import json
+import math
 import os
 import time
 from types import SimpleNamespace
@@ -44,6 +45,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "FSDP2, full checkpointing": ("fsdp2", {"activation_checkpointing": "full"}),
     "FSDP2, ragged": ("fsdp2", {}),
     "FSDP2, ragged, packed": ("fsdp2", {"batching": "packed"}),
+    "FSDP2, 2 stages": ("fsdp2_pp", {"pipeline_parallel": 2}),
     "FSDP2, 2 a layer": ("fsdp2_tp", {"tensor_parallel": 2}),
     "FSDP2, one row": ("fsdp2", ONE_ROW),
     "FSDP2, one row, 2 a row": ("fsdp2_cp", ONE_ROW | {"context_parallel": 2}),
@@ -63,11 +65,18 @@ class RandomRows:
         return tokens, np.ones(size, bool)
 
 
+def ranks_together(flags: dict[str, Any]) -> int:
+    """How many ranks work on the same rows."""
+    groups = ("tensor_parallel", "context_parallel", "pipeline_parallel")
+    return math.prod(flags.get(name, 1) for name in groups)
+
+
 def script_and_config(what: str, ranks: int) -> tuple[Any, Any]:
-    """Of a setting, with one micro-batch a step for each rank that has data of its own."""
+    """Of a setting; each rank with data of its own has one micro-batch a step, in a pipeline 8."""
     strategy, flags = SETTINGS[what]
     script = importlib.import_module(f"{strategy}_pretrain")
-    shares = ranks // flags.get("tensor_parallel", flags.get("context_parallel", 1))
+    micro_batches = 8 if strategy == "fsdp2_pp" else 1
+    shares = ranks // ranks_together(flags) * micro_batches
     tokens = {"global_batch_tokens": BASE["micro_batch_tokens"] * shares}
     return script, script.Config(**BASE | flags | tokens)
 
@@ -95,7 +104,8 @@ def measure(what: str) -> dict[str, Any]:
     shapes = {training.shape(training.micro_batch(k)): k for k in range(500 * config.compile)}
     for number in shapes.values():  # each is compiled before the clock runs
         micro_batch = training.collate(training.micro_batch(number))
-        session.train_step(common.GlobalBatch([micro_batch], 1, 1, 1, 0.0))
+        stages = getattr(config, "pipeline_parallel", 1)
+        session.train_step(common.GlobalBatch([micro_batch] * stages, 1, 1, 1, 0.0))
     read = flops = 0
     for step, batch in enumerate(session.batches(0, WARM + STEPS)):
         if step == WARM:
@@ -122,7 +132,7 @@ def main() -> None:
     script.init_process_group(config)
     table: dict[str, dict] = {}
     for what, (_, flags) in SETTINGS.items():
-        if dist.get_world_size() % 2 and flags.keys() & {"tensor_parallel", "context_parallel"}:
+        if dist.get_world_size() % ranks_together(flags):
             continue
         try:
             table[what] = measure(what)

@@ -8,11 +8,14 @@ A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of
     fsdp1_pretrain fsdp2_pretrain
     fsdp2_pretrain fsdp2_tp_pretrain
     fsdp2_pretrain fsdp2_cp_pretrain
+    fsdp2_pretrain fsdp2_pp_pretrain
     fsdp2_pretrain fsdp2_sft
     flags                            all flags with default and meaning, from the scripts
     traffic                          what a strategy keeps and moves (bench/strategies.py)
     choosing                         which script fits where, of docs/choosing.json
     inside                           tensor and context parallel, of docs/inside.json
+    stages                           pipelines across machines, of docs/stages.json
+    bubble                           what stages wait, of docs/bubble.json
     pretraining, fine-tuning, steps  speed beside bare loops and libraries, of docs/compare.json
 
 A hunk of a diff belongs to the first reason below that has one of its pieces of text; one without
@@ -27,6 +30,7 @@ import re
 import subprocess
 from collections.abc import Callable
 
+import bubble
 import compare
 import shared
 import strategies
@@ -160,6 +164,39 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
              "set_requires_all_reduce"],
         ),
     ],
+    ("fsdp2_pretrain", "fsdp2_pp_pretrain"): [
+        (
+            "Ranks have two numbers: which stage they are, and which place in it. All stages work "
+            "on the same micro-batches, so there must be as many of them as stages. Parameters "
+            "stay whole from the first micro-batch to the last, so there is nothing to choose "
+            "about gathering and reducing. A stage is the model without the blocks of the others; "
+            "names and numbers of what stays are those of the whole model, and so are its "
+            "checkpoints'.",
+            ["pipeline_parallel: PositiveInt", "must divide {world_size}", "x {groups} ranks",
+             "groups = max(", "% self.pipeline_parallel",
+             "all stages work on the same", "reduce_every_micro_batch: bool",
+             "dp_replicate: PositiveInt"],
+        ),
+        (
+            "The mesh has a dimension more, along which hidden states are sent. The stages at the "
+            "ends hold a copy each of a tied embedding, and a group to sum its gradient.",
+            ["Cut the model into stages", "check_model(model, config)", '("stage", "shard")',
+             '"stage", "replicate"', "mesh_of_stage", "hidden_dtype", "A schedule keeps",
+             "PipelineStage(", "own_blocks", "model.stage.is_last", "reshard_after_forward=False",
+             "has taken.", "and a reduce-scatter leaves each"],
+        ),
+        (
+            "A schedule says which micro-batch goes forward or back in which turn, in place of the "
+            "loop over micro-batches.",
+            ["One forward, one backward", "Schedule1F1B", "ranks of a stage, hence",
+             "ScheduleGPipe", "schedule.eval", "stage's parameters: DTensors"],
+        ),
+        (
+            "Each stage has the gradients of its own parameters, so the norm is taken over the "
+            "stages too, and the embedding that is there twice counts once.",
+            ["norm of the whole model's", "norms = ["],
+        ),
+    ],
     ("fsdp2_pretrain", "fsdp2_sft"): [
         (
             "Conversations have their own columns, are longer than functions and are cut rather "
@@ -232,7 +269,7 @@ def flags() -> str:
     """All flags of the scripts: default (of each script that has another one) and meaning."""
     lines = ["| flag | default | |", "| --- | --- | --- |"]
     scripts = ["fsdp2_pretrain", "fsdp1_pretrain", "ddp_pretrain", "fsdp2_tp_pretrain"]
-    scripts += ["fsdp2_cp_pretrain", "fsdp2_sft"]
+    scripts += ["fsdp2_cp_pretrain", "fsdp2_pp_pretrain", "fsdp2_sft"]
     configs = {script: importlib.import_module(script).Config for script in scripts}
     fields = {
         script: {f.name: f for f in dataclasses.fields(configs[script])} for script in scripts
@@ -262,6 +299,8 @@ def parts() -> dict[str, Callable[[], str]]:
         "traffic": strategies.traffic_table,
         "choosing": strategies.choosing_table,
         "inside": strategies.inside_table,
+        "stages": strategies.stages_table,
+        "bubble": bubble.bubble_table,
         "steps": lambda: compare.steps_table(compared),
     }
     for work in ("pretraining", "fine-tuning"):

@@ -3,6 +3,7 @@
     python bench/strategies.py traffic      what a rank keeps and sends in a step, by formula
     python bench/strategies.py choosing     which script fits where: docs/choosing.json (minutes)
     python bench/strategies.py inside       tensor and context parallel: docs/inside.json (minutes)
+    python bench/strategies.py stages       pipelines over slow links: docs/stages.json (minutes)
     python bench/strategies.py timeline     what is held and moved over a step: docs/timeline.png
     python bench/strategies.py ranks        memory and traffic over the ranks: docs/ranks.png
 
@@ -10,8 +11,10 @@ traffic: qwen2-0.5b with the GPT-2 vocabulary on 8 ranks, AdamW, bf16 compute, a
 4,096 tokens a step.
 choosing: Qwen2.5's shapes, micro-batches of 4,096 tokens in rows of 2,048, bf16; hybrid is two
 replicas; a setting fits if it leaves a tenth of the GPU free. inside: the same shapes on 8 ranks,
-micro-batches of one row, full activation checkpointing, bf16. timeline: 6 blocks of qwen2-0.5b's
-width on 8 ranks, time in FLOPs. ranks: qwen2-0.5b, a micro-batch of 4,096 tokens a rank and step.
+micro-batches of one row, full activation checkpointing, bf16. stages: the 7B shape on two machines
+of 8 GPUs, 2^20 tokens a step in micro-batches of a row of 8,192, full activation checkpointing,
+bf16; of a pipeline the stage that keeps or sends more. timeline: 6 blocks of qwen2-0.5b's width on
+8 ranks, time in FLOPs. ranks: qwen2-0.5b, a micro-batch of 4,096 tokens a rank and step.
 """
 
 import copy
@@ -23,7 +26,7 @@ from collections.abc import Callable
 from typing import Any
 
 import shared
-from dry_run import GIB, MIB, Report, Watch, be_rank_0, dry_run
+from dry_run import GIB, MIB, Report, Watch, be_rank, dry_run
 from shared import ROOT, STRATEGIES, qwen2
 
 SHAPES = {  # Qwen2.5's
@@ -55,6 +58,13 @@ SHARING: dict[str, tuple[str, dict[str, Any]]] = {  # of 8 ranks
 CARD_OF = {"0.5B": 24, "7B": 80}  # GB of a GPU
 ROW = 8192  # tokens, of which memory and traffic are shown
 FILE_INSIDE = ROOT / "docs/inside.json"
+ACROSS: dict[str, tuple[str, dict[str, Any]]] = {  # of two machines of 8 GPUs
+    "FSDP over both": ("fsdp2", {}),
+    "FSDP in each, replicas across": ("fsdp2", {"dp_replicate": 2}),
+    "FSDP in each, 2 stages across": ("fsdp2_pp", {"pipeline_parallel": 2}),
+}
+STEP = 2**20  # tokens of an optimizer step
+FILE_STAGES = ROOT / "docs/stages.json"
 
 
 # --- Traffic, by formula --------------------------------------------------------------------------
@@ -70,6 +80,7 @@ def traffic_table(ranks: int = 8) -> str:
     blocks, width = shape.num_hidden_layers, shape.hidden_size
     keys = width * shape.num_key_value_heads // shape.num_attention_heads
     gb, blocks_gb, share = size.num_parameters / 1e9, size.in_blocks / 1e9, (ranks - 1) / ranks
+    stage_gb = blocks_gb / 2 + size.in_head / 1e9
     rows = [
         (
             "`ddp_pretrain.py`", "everything", 16 * gb,
@@ -104,6 +115,16 @@ def traffic_table(ranks: int = 8) -> str:
             (2 * gb + 2 * blocks_gb + 4 * gb) * share
             + blocks * 4 * (width + keys) * 2 * TOKENS / 1e9 / 4,
         ),
+        (
+            "`fsdp2_pp_pretrain.py`, S = 2, k = 2",
+            "S/N of its stage: a S-th of the blocks, and embedding or head; in a step its stage's "
+            "parameters and gradients whole, and activations of S micro-batches",
+            16 * stage_gb * 2 / ranks,
+            "as FSDP2 of a stage on N/S ranks, with one all-gather a step whatever k; kA to each "
+            "neighbour; the gradient of a tied embedding between the ends",
+            (2 + 4) * stage_gb * (ranks / 2 - 1) / (ranks / 2) + 2 * width * 2 * TOKENS / 1e9
+            + 4 * size.in_head / 1e9 / (ranks / 2),
+        ),
     ]  # fmt: skip
     lines = [
         f"| script | each rank keeps | {ranks} ranks | collectives of a step | {ranks} ranks |",
@@ -117,16 +138,15 @@ def traffic_table(ranks: int = 8) -> str:
 
 
 def report(
-    strategy: str, model: str, vocabulary: int, ranks: int, watch=None, **own: Any
+    strategy: str, model: str, vocabulary: int, ranks: int, watch=None, rank=0, **own: Any
 ) -> Report:
     """The dry run of a step of one micro-batch a rank: 2 rows of 2,048 tokens, bf16."""
-    be_rank_0(ranks, 8)
+    be_rank(rank, ranks, 8)
     script = importlib.import_module(f"{strategy}_pretrain")
-    flags = {"max_length": 2048, "micro_batch_tokens": TOKENS, **own}
+    flags = {"max_length": 2048, "micro_batch_tokens": TOKENS, "precision": "bf16", **own}
     shares = ranks // own.get("tensor_parallel", own.get("context_parallel", 1))
-    step = flags["micro_batch_tokens"] * shares
-    config = script.Config(model=model, precision="bf16", global_batch_tokens=step, **flags)
-    return dry_run(script, config, 8, vocabulary, watch)
+    flags.setdefault("global_batch_tokens", flags["micro_batch_tokens"] * shares)
+    return dry_run(script, script.Config(model=model, **flags), vocabulary, watch)
 
 
 def choosing() -> None:
@@ -233,6 +253,59 @@ def inside_table() -> str:
     return "\n".join(lines)
 
 
+# --- Across machines ------------------------------------------------------------------------------
+
+
+def sent_across(seen: Report) -> float:
+    """Bytes that a machine of 8 ranks sends to the other one in a step.
+
+    A ring over all 16 ranks leaves a machine once, and what a rank sends, passes there too. Groups
+    of two, one on each machine, are there eight times.
+    """
+    pairs = sum(call.sent for call in seen.calls if call.ranks == 2)
+    return 8 * pairs + sum(call.sent for call in seen.calls if call.ranks == 16)
+
+
+def stages() -> None:
+    """Compute the table: who is across -> GiB of a rank, GB between the machines, turns waited."""
+    seen: dict[str, dict[str, float]] = {}
+    shape = SHAPES["7B"]
+    flags = {"max_length": ROW, "micro_batch_tokens": ROW, "global_batch_tokens": STEP} | FULL
+    with tempfile.TemporaryDirectory() as folder:
+        shape.save_pretrained(folder)
+        for setting, (strategy, own) in ACROSS.items():
+            ends = [
+                report(strategy, folder, shape.vocab_size, 16, rank=rank, **flags, **own)
+                for rank in ([0, 15] if strategy == "fsdp2_pp" else [0])
+            ]
+            seen[setting] = {
+                "gib": max(end.on_device for end in ends) / GIB,
+                "sent": max(end.sent for end in ends) / 1e9,
+                "across": max(map(sent_across, ends)) / 1e9,
+                "micro_batches": ends[0].micro_batches,
+                "stages": own.get("pipeline_parallel", 1),
+            }
+            print(setting, seen[setting], flush=True)
+    FILE_STAGES.write_text(json.dumps(seen, indent=1) + "\n")
+    print(stages_table())
+
+
+def stages_table() -> str:
+    """Markdown: what two machines send each other, and what they wait for."""
+    lines = [
+        "| two machines of 8 GPUs | peak of a rank | a rank sends in a step | a machine sends to "
+        "the other | at 100 Gbit/s | a stage waits |",
+        "| --- " * 6 + "|",
+    ]
+    for setting, row in json.loads(FILE_STAGES.read_text()).items():
+        bubble = (row["stages"] - 1) / (row["micro_batches"] + row["stages"] - 1)
+        lines.append(
+            f"| {setting} | {row['gib']:.1f} GiB | {row['sent']:.1f} GB | {row['across']:.1f} GB | "
+            f"{row['across'] * 8 / 100:.1f} s | {bubble:.1%} of a step |"
+        )
+    return "\n".join(lines)
+
+
 # --- Pictures -------------------------------------------------------------------------------------
 
 HELD = {  # what is resident, and its colour
@@ -240,7 +313,7 @@ HELD = {  # what is resident, and its colour
     "gathered parameters": "#f2a65a", "activations": "#e9ecef", "backward": "#cdb4db",
 }  # fmt: skip
 MOVES = {"all-gather": "#e76f51", "reduce-scatter": "#2a9d8f", "all-reduce": "#6a4c93"}
-MOVES["all-to-all"] = "#b5838d"
+MOVES |= {"all-to-all": "#b5838d", "send": "#606c38"}
 COLOURS = {"ddp": "#e76f51", "fsdp1": "#f2a65a", "fsdp2": "#1d3557"}
 
 
@@ -270,7 +343,8 @@ def timeline() -> None:
     pyplot = shared.plotting()
     own: dict[str, dict[str, int]] = {name: {} for name in STRATEGIES}
     own |= {"fsdp2_tp": {"tensor_parallel": 2}, "fsdp2_cp": {"context_parallel": 2}}
-    figure, axes = pyplot.subplots(len(own), 1, figsize=(9, 12), dpi=150)
+    own |= {"fsdp2_pp": {"pipeline_parallel": 2}}
+    figure, axes = pyplot.subplots(len(own), 1, figsize=(9, 14), dpi=150)
     for axis, (strategy, flags) in zip(axes, own.items()):
         seen = Recorder()
         with tempfile.TemporaryDirectory() as folder:
@@ -287,7 +361,8 @@ def timeline() -> None:
                 axis.plot(flops / 1e12, height, "v", color=MOVES[call.kind], markersize=5)
         axis.set_ylim(0, 1.2 * top)
         axis.set_ylabel("MiB of a rank")
-        axis.set_title(f"{strategy}_pretrain.py", fontsize=9, loc="left")
+        stage = " (first stage, two micro-batches)" if strategy == "fsdp2_pp" else ""
+        axis.set_title(f"{strategy}_pretrain.py{stage}", fontsize=9, loc="left")
     for kind, colour in MOVES.items():
         axes[0].plot([], [], "v", color=colour, label=kind)
     axes[0].legend(frameon=False, fontsize=7, ncol=5, loc="upper center", bbox_to_anchor=(0.5, 1.4))
@@ -316,7 +391,7 @@ def ranks() -> None:
 def main() -> None:
     made = {
         "traffic": lambda: print(traffic_table()), "choosing": choosing, "inside": inside,
-        "timeline": timeline, "ranks": ranks,
+        "stages": stages, "timeline": timeline, "ranks": ranks,
     }  # fmt: skip
     reader = shared.parser(__doc__)
     reader.add_argument("what", choices=made)

@@ -1,6 +1,7 @@
 """Runs under torchrun: a real step of every strategy under the eyes of bench/dry_run.py.
 
-Writes what rank 0 kept and issued to the JSON file given as its argument.
+Writes what rank 0 kept and issued to the JSON file given as its argument, and of a pipeline also
+what the last rank did.
 """
 
 import dataclasses
@@ -60,6 +61,9 @@ def main() -> None:
         script = importlib.import_module(name)
         seen[case] = really(script, script.Config(**flags), 320)
         gc.collect()
+    of_last = [seen]  # once it has come from there
+    dist.broadcast_object_list(of_last, src=dist.get_world_size() - 1)
+    seen |= {f"{case} last": what for case, what in of_last[0].items() if "pp" in case}
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps(seen))
     shared.leave()

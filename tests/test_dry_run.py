@@ -46,6 +46,10 @@ OWN = {
     "fsdp2_cp_pretrain": {
         "packed": {"batching": "packed"}, "four": {"context_parallel": 4},
     },
+    "fsdp2_pp_pretrain": {
+        "four": {"pipeline_parallel": 4, "model": "FOUR"},
+        "four_hybrid": {"dp_replicate": 2},
+    },
     "fsdp2_sft": {},
 }  # fmt: skip
 
@@ -53,14 +57,16 @@ OWN = {
 def flags_of(mode: dict, ranks: int, **more) -> dict:
     """Rows of 128 tokens, 4 a micro-batch."""
     mode = {"precision": "fp32", **more, **mode}
+    if mode.get("model") == "FOUR":  # a model of as many blocks
+        mode["model"] = f"{more['model']}/four"
     tokens = 512 * ranks * mode.pop("accumulate", 1)
     return {"max_length": 128, "micro_batch_tokens": 512, "global_batch_tokens": tokens, **mode}
 
 
 def cases(ranks: int, shape: str) -> dict[str, tuple[str, dict]]:
     def chosen(name: str, mode: str) -> bool:
-        if mode in ("packed", "four"):
-            return ranks == 4 and mode == "four"
+        if mode == "packed" or mode.startswith("four"):
+            return ranks == 4 and mode != "packed"
         few = mode == "plain" or mode.startswith("hybrid")
         return few or ranks == 2 and name != "fsdp2_sft"
 
@@ -76,6 +82,7 @@ def cases(ranks: int, shape: str) -> dict[str, tuple[str, dict]]:
 def two_blocks(tmp_path_factory) -> str:
     directory = tmp_path_factory.mktemp("shape")
     small_shape(num_hidden_layers=2).save_pretrained(directory)
+    small_shape(num_hidden_layers=4).save_pretrained(directory / "four")
     return str(directory)
 
 
@@ -94,10 +101,10 @@ def real(two_blocks, tmp_path_factory):
     return seen
 
 
-def predict(name: str, flags: dict, ranks: int, ranks_per_node: int = 8) -> dry_run.Report:
+def predict(name: str, flags: dict, ranks: int, rank: int = 0) -> dry_run.Report:
     script = importlib.import_module(name)
-    dry_run.be_rank_0(ranks, ranks_per_node)
-    return dry_run.dry_run(script, script.Config(**flags), ranks_per_node, 320)
+    dry_run.be_rank(rank, ranks, ranks_per_node=8)
+    return dry_run.dry_run(script, script.Config(**flags), 320)
 
 
 @pytest.mark.drill
@@ -141,7 +148,13 @@ CASES = [
 def test_prediction_equals_real_ranks(real, two_blocks, case):
     ranks, name, mode = case.split()
     flags = cases(int(ranks), two_blocks)[case][1]
-    report, seen = predict(name, flags, int(ranks)), real(int(ranks))[case]
+    check_prediction(predict(name, flags, int(ranks)), real(int(ranks))[case])
+    if "pp" in name:  # the last stage, which has the head, is another one than the first
+        last = predict(name, flags, int(ranks), rank=int(ranks) - 1)
+        check_prediction(last, real(int(ranks))[f"{case} last"])
+
+
+def check_prediction(report: dry_run.Report, seen: dict) -> None:
     calls = [[call.kind, call.group, call.ranks, call.bytes] for call in report.calls]
     assert sorted(calls) == sorted(seen["calls"])
     assert 2 * len(calls) == seen["gloo"]  # in two steps, as torch's profiler counts them
@@ -155,16 +168,16 @@ FORMS = [
     for mode in ["plain", "bf16", "full", *own]
     for ranks in (2, 8, 1024)
     if (ranks < 1024 or mode in ("plain", "hybrid"))  # that many take seconds
-    and not (ranks == 2 and mode == "four")
+    and not (ranks == 2 and mode.startswith("four"))
     and (mode != "full" or name in ("fsdp2_tp_pretrain", "fsdp2_cp_pretrain"))
 ]
 
 
 @pytest.mark.parametrize("name, mode, ranks", FORMS)
-def test_closed_forms(name, mode, ranks):
+def test_closed_forms(two_blocks, name, mode, ranks):
     """What a rank sends, but for the loss, the norm and model buffers: a few hundred bytes."""
     script = importlib.import_module(name)
-    flags = flags_of((MODES | OWN[name])[mode], ranks)
+    flags = flags_of((MODES | OWN[name])[mode], ranks, model=two_blocks if "pp" in name else "tiny")
     report = predict(name, flags, ranks)
     config = script.Config(**flags)
     expected, _, parts = dry_run.closed_form_of(report, script, config)
@@ -240,7 +253,8 @@ def test_peak_is_that_of_torch_own_tracker(two_blocks, mode):
     """Which works for FSDP2 alone, and from the second step on."""
     config = fsdp2_pretrain.Config(**flags_of(mode, 8, model=two_blocks))
     watch, fake = dry_run.Watch(), FakeTensorMode(allow_non_fake_inputs=True)
-    with dry_run.fake_ranks(8, 8), dry_run.adapted(fsdp2_pretrain), fake, watch:
+    dry_run.be_rank(0, 8, 8)
+    with dry_run.fake_ranks(), dry_run.adapted(fsdp2_pretrain), fake, watch:
         model_config = fsdp2_pretrain.build_model_config(config, 320, eos_token_id=None)
         model, optimizer = shared.build(fsdp2_pretrain, config, model_config, dry_run.CPU)
         batch = dry_run.batch_of(fsdp2_pretrain, config)
