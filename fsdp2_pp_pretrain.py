@@ -610,26 +610,25 @@ def data_parallel_rank_and_size(config: Config) -> tuple[int, int]:
     return dist.get_rank() % size, size
 
 
-# What a model has beside its head. Other models may have more to do before their first block, such
-# as adding positions, which each stage would do again.
+# What a model has beside its head. Others may do more before the first block, such as adding
+# positions, and every stage would do that again.
 DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 
 
 def check_model(model: nn.Module, config: Config) -> None:
-    """Refuse a model that has fewer blocks than stages, or is not as stages need it."""
+    """Refuse a model that has fewer blocks than stages, or that stages would compute wrongly."""
     parts = {name for name, _ in model.get_decoder().named_children()}
-    scale = getattr(model.config, "embedding_multiplier", None) or 1
-    if parts != DECODER_PARTS or scale != 1:
-        parts = ", ".join(sorted(DECODER_PARTS))
-        like = f"models of {parts} and no embedding_multiplier"
-        common.refuse(f"--model {config.model}: only {like} can be cut into stages")
-    blocks = len(transformer_blocks(model))
-    if blocks < config.pipeline_parallel:
-        common.refuse(f"--pipeline_parallel {config.pipeline_parallel} exceeds {blocks} blocks")
+    multiplier = getattr(model.config, "embedding_multiplier", 1)
+    if parts != DECODER_PARTS or multiplier != 1:
+        needed = f"{', '.join(sorted(DECODER_PARTS))} and no embedding_multiplier"
+        common.refuse(f"--model {config.model}: only models of {needed} can be cut into stages")
+    num_blocks = len(transformer_blocks(model))
+    if num_blocks < config.pipeline_parallel:
+        common.refuse(f"--pipeline_parallel {config.pipeline_parallel} exceeds {num_blocks} blocks")
 
 
 class PassThrough(nn.Module):
-    """Stands where another stage has a block, so that the others keep their numbers and names."""
+    """Stands where another stage has a block, so that own blocks keep their numbers and names."""
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden
@@ -660,26 +659,27 @@ def keep_stage(model: nn.Module, stage: int, num_stages: int) -> list[nn.Module]
 
 
 def stage_forward(
-    model: nn.Module, whole_forward: Callable, num_positions: int, *received: torch.Tensor
+    model: nn.Module,
+    whole_forward: Callable,
+    num_positions: int,
+    hidden: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The forward of a stage, on the next one of `model.micro_batches`.
 
-    NOTE: torch's pipelines know one shape, to which all that is sent is padded: a tensor of another
-    one would be received wrongly, or end in an abort.
+    NOTE: torch's pipelines know one shape, so all that is sent is padded to it. A tensor of another
+    shape would be received wrongly, or end in an abort.
 
     Args:
-        whole_forward: of the model, `forward_with_loss`.
-        num_positions: rows x length at most, --micro_batch_tokens.
-        received: hidden states of the stage before, [num_positions, hidden size]; the first stage
-            receives nothing.
+        whole_forward: the one that the model had, `forward_with_loss`.
+        num_positions: --micro_batch_tokens, rows x length at most.
+        hidden: [num_positions, hidden size], what the stage before has sent; None on the first one.
 
     Returns:
-        Hidden states, as received, or the summed loss if this is the last stage.
+        What is sent to the next stage, of the same shape; on the last one the summed loss.
     """
     micro_batch = dict(next(model.micro_batches))
     rows, length = micro_batch["labels"].shape
-    if received:
-        [hidden] = received
+    if hidden is not None:
         micro_batch["input_ids"] = None
         micro_batch["inputs_embeds"] = hidden[: rows * length].unflatten(0, (rows, length))
     if model.stage.is_last:
@@ -697,9 +697,9 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     and a reduce-scatter leaves each rank the averaged gradient of its rows.
     """
     check_model(model, config)
-    # A stage is a row of the mesh: the model's parameters are sharded over its ranks, which are
-    # neighbours, so they sit in one machine. With --dp_replicate a stage has several copies, each
-    # in shards. Ranks of a column have the same micro-batches, and send each other hidden states.
+    # A row of the mesh is a stage, which is sharded over its ranks: neighbours, so they sit in one
+    # machine. With --dp_replicate it has several copies, each in shards. The ranks of a column have
+    # the same micro-batches, and send each other hidden states.
     _, data_parallel_size = data_parallel_rank_and_size(config)
     num_stages = config.pipeline_parallel
     shards = data_parallel_size // config.dp_replicate
@@ -744,6 +744,14 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         device="meta",
         requires_grad=True,
     )
+    # The ranks of each column. NOTE: sends and receives have a group of their own. Stages make
+    # unequally many, and TORCH_DISTRIBUTED_DEBUG=DETAIL would miss those of the others before the
+    # next collective of the same group.
+    columns = [
+        [stage * data_parallel_size + rank for stage in range(num_stages)]
+        for rank in range(data_parallel_size)
+    ]
+    pipeline, _ = dist.new_subgroups_by_enumeration(columns, group_desc="pipeline")
     stage = dist.get_rank() // data_parallel_size
     model.stage = PipelineStage(
         model,
@@ -752,13 +760,13 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         device,
         input_args=hidden if stage > 0 else (),
         output_args=hidden,
-        group=mesh.get_group("stage"),
+        group=pipeline,
     )
+    model.stages_group = mesh.get_group("stage")
     model.forward = partial(stage_forward, model, model.forward, config.micro_batch_tokens)
     model.embedding_group = None
     if model.config.tie_word_embeddings and num_stages > 1:
-        last_stage = dist.get_world_size() - data_parallel_size  # its first rank
-        ends = [[rank, last_stage + rank] for rank in range(data_parallel_size)]
+        ends = [[column[0], column[-1]] for column in columns]
         model.embedding_group, _ = dist.new_subgroups_by_enumeration(ends, group_desc="embedding")
 
     own_blocks = keep_stage(model, stage, num_stages)
@@ -789,14 +797,9 @@ def forward_backward(
 ) -> torch.Tensor:
     """Forward and backward of all micro-batches of a step; returns their summed loss, of all ranks.
 
-    One forward, one backward (1F1B): in each turn a stage goes forward with one micro-batch and
-    back with an earlier one.
+    One forward, one backward (1F1B): once the first micro-batches are on their way, a stage goes
+    forward with one and then back with an earlier one, in turns.
     """
-    # The loss of a step is a sum over labels divided by the labels of the whole global batch. A
-    # mean of the micro-batches' means would weigh the tokens of short ones more.
-    # The reduce-scatter averages over the ranks of a stage, hence times these.
-    _, data_parallel_size = data_parallel_rank_and_size(config)
-    scale = data_parallel_size / batch.num_labels
     total_loss = torch.zeros((), device=device)
 
     def scaled_loss(loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -804,19 +807,25 @@ def forward_backward(
         total_loss.add_(loss.detach())
         return loss * scale
 
-    # Each stage has read all of a micro-batch by itself: labels, positions and boundaries need not
-    # be sent.
+    # Each stage has read the whole micro-batches, so labels, positions and boundaries of documents
+    # need not be sent.
     micro_batches = [common.to_device(micro_batch, device) for micro_batch in batch.micro_batches]
     model.micro_batches = iter(micro_batches)
+    # The loss of a step is a sum over labels divided by the labels of the whole global batch. A
+    # mean of the micro-batches' means would weigh the tokens of short ones more.
+    # The reduce-scatter averages over the ranks of a stage, hence times these.
+    _, data_parallel_size = data_parallel_rank_and_size(config)
+    scale = data_parallel_size / batch.num_labels
     # NOTE: scale_grads=True would divide the gradients by the number of micro-batches.
     schedule = Schedule1F1B(model.stage, len(micro_batches), loss_fn=scaled_loss, scale_grads=False)
-    # `target` is what the loss function gets beside the stage's output, a part a micro-batch.
+    # `target` is cut into parts, of which `scaled_loss` gets one with each micro-batch.
     scales = torch.full((len(micro_batches),), scale, device=device)
-    # All-gathers once, sends and receives, and reduce-scatters after the last backward.
+    # All-gathers before the first forward, sends and receives between stages, and reduce-scatters
+    # after the last backward.
     schedule.step(target=scales, return_outputs=False)
     if model.embedding_group is not None:
-        # The tied embedding has a gradient as the input's on the first stage, and one as the head's
-        # on the last. With the sum on both, the two copies stay equal.
+        # The tied embedding gets one part of its gradient on the first stage, as the embedding, and
+        # the other on the last, as the head. With the sum on both, the two copies stay equal.
         gradient = model.get_input_embeddings().weight.grad
         dist.all_reduce(gradient.to_local(), group=model.embedding_group)
     dist.all_reduce(total_loss)
@@ -837,7 +846,7 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     # NOTE: the norm is a DTensor too, and its local value may cover this rank's shards alone.
     norm = norm.full_tensor()  # a collective: every rank must call it
     norms = [torch.empty_like(norm) for _ in range(model.stage.num_stages)]
-    dist.all_gather(norms, norm, group=model.stage.group)
+    dist.all_gather(norms, norm, group=model.stages_group)
     norm = torch.stack(norms).norm()
     nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
     return norm
@@ -856,7 +865,8 @@ def validation_loss(
         total[1] += (labels >= 0).sum()
         return loss
 
-    # Nothing goes back, so a stage takes the next micro-batch as soon as it has sent one.
+    # One micro-batch after the other: nothing goes back, so a stage that has sent what it made of
+    # one begins with the next, while the others are still at it.
     schedule = ScheduleGPipe(model.stage, 1, loss_fn=add_loss)
     for micro_batch in micro_batches:
         micro_batch = common.to_device(micro_batch, device)

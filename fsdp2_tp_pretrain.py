@@ -711,6 +711,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     cut_layers(model, parallelize_plan=ROOT_PLAN)
     model.get_input_embeddings().register_forward_hook(wait_for_sum)
     model.get_decoder().norm.register_forward_hook(gather_rows)
+    # torch 2.13 cannot compile the loss of logits that are DTensors of several lengths.
+    model.forward = partial(forward_with_loss, model, chunk_loss)
     if model.config.tie_word_embeddings:
         model.tie_weights()  # memory and parts for each module on its own have untied them
     # Blocks come before the root, since a module takes the parameters that no module inside of it

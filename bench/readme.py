@@ -144,7 +144,7 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             "which unties the head from the embedding, so it is tied after that.",
             ["Cut layers over groups", "check_model(model, config)", "mesh._flatten",
              '"shard", "tensor"', "shard = partial(", "cut_layers(", "have untied them",
-             "set_requires_all_reduce"],
+             "set_requires_all_reduce", "forward_with_loss, model, chunk_loss"],
         ),
     ],
     ("fsdp2_pretrain", "fsdp2_cp_pretrain"): [
@@ -188,7 +188,7 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
         (
             "A schedule says which micro-batch goes forward or back in which turn, in place of the "
             "loop over micro-batches.",
-            ["One forward, one backward", "Schedule1F1B", "ranks of a stage, hence",
+            ["One forward, one backward", "Schedule1F1B", "scaled_loss", "ranks of a stage, hence",
              "ScheduleGPipe", "schedule.eval", "stage's parameters: DTensors"],
         ),
         (

@@ -88,7 +88,7 @@ def check_agreement(one: Path, other: Path) -> None:
         (INSIDE[1], {}),
         (INSIDE[1], {"context_parallel": 4}),
         (INSIDE[2], {}),
-        (INSIDE[2], {"dp_replicate": 2}),
+        pytest.param(INSIDE[2], {"dp_replicate": 2}, marks=pytest.mark.drill),
     ],
     ids=["tp 2x2", "cp 2x2", "cp 1x4", "pp 2x2", "pp 2x2 replicas"],
 )
@@ -115,7 +115,11 @@ def check_tied_copies(directory: Path) -> None:
 
 @pytest.mark.parametrize(
     "tied, own",
-    [(True, {}), (False, {}), (False, {"batching": "packed", "grad_clip": 0.3})],
+    [
+        (True, {}),
+        pytest.param(False, {}, marks=pytest.mark.drill),
+        pytest.param(False, {"batching": "packed", "grad_clip": 0.3}, marks=pytest.mark.drill),
+    ],
     ids=["tied", "untied", "packed, clipped"],
 )
 def test_four_stages_change_nothing(run, tmp_path_factory, tied, own):
@@ -217,7 +221,7 @@ def small_models() -> dict:
         pytest.param("fsdp2_tp_pretrain.py", "llama", marks=pytest.mark.drill),
         ("fsdp2_cp_pretrain.py", "gpt2"),
         ("fsdp2_pp_pretrain.py", "qwen2"),
-        ("fsdp2_pp_pretrain.py", "llama"),
+        pytest.param("fsdp2_pp_pretrain.py", "llama", marks=pytest.mark.drill),
     ],
 )
 def test_exported_model_has_the_validation_loss_in_plain_transformers(

@@ -186,7 +186,10 @@ def test_torchrun_restarts_go_on_from_the_newest_checkpoint(flags, whole, tmp_pa
     assert losses(tmp_path) == losses(whole) and same(tmp_path, whole)
 
 
-@pytest.mark.parametrize("ranks, script", [(2, "fsdp2_pretrain"), (4, "fsdp2_pp_pretrain")])
+@pytest.mark.parametrize(
+    "ranks, script",
+    [(2, "fsdp2_pretrain"), pytest.param(4, "fsdp2_pp_pretrain", marks=pytest.mark.drill)],
+)
 def test_a_rank_that_fails_speaks_alone(flags, tmp_path, ranks, script):
     """torch's pipelines hide the cause: there the other rank of a stage fails in its forward."""
     fault = {"call": "to_device", "number": 9, "rank": ranks - 1, "do": "raise"}
@@ -479,7 +482,7 @@ def test_all_pairs_of_scripts_and_styles():
         pytest.param(4, "fsdp1_pretrain", "separate", marks=pytest.mark.drill),
         pytest.param(4, "fsdp2_tp_pretrain", "separate", marks=pytest.mark.drill),
         pytest.param(4, "fsdp2_cp_pretrain", "stateful", marks=pytest.mark.drill),
-        (4, "fsdp2_pp_pretrain", "separate"),
+        pytest.param(4, "fsdp2_pp_pretrain", "separate", marks=pytest.mark.drill),
         pytest.param(2, "fsdp2_pp_pretrain", "stateful", marks=pytest.mark.drill),
     ],
 )
@@ -668,6 +671,16 @@ def test_wandb_goes_on_with_the_same_run(flags, tmp_path):
     assert launch(1, "fsdp2_pretrain.py", flags).returncode == 0
     logs = {path.name.split("-")[-1] for path in tmp_path.glob("wandb/offline-run-*")}
     assert len(logs) == 1 and len(list(tmp_path.glob("wandb/offline-run-*"))) >= 1
+
+
+@pytest.mark.drill
+def test_a_pipeline_passes_torchs_own_checks(flags, tmp_path, monkeypatch):
+    """They compare the calls of all ranks, of which stages make unequally many."""
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    small_shape(num_hidden_layers=4).save_pretrained(tmp_path / "shape")
+    own = {"pipeline_parallel": 4, "model": tmp_path / "shape", "run_dir": tmp_path / "run"}
+    done = launch(4, "fsdp2_pp_pretrain", flags | own)
+    assert done.returncode == 0, done.stderr
 
 
 # --- Kill storm -----------------------------------------------------------------------------------
