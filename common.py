@@ -839,7 +839,7 @@ def read_model_config(
     Of a model that also sees or hears it is the config of the language model inside. Refuses a
     model that would not train on this data as it is meant to.
     """
-    with refusing(f"model {name} is neither tiny, qwen2-0.5b nor has a config.json to go by"):
+    with refusing(f"model {name} is neither built in (--help) nor has a config.json to go by"):
         model_config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         model_config = model_config.get_text_config()
     if model_config.model_type not in MODEL_TYPES:
@@ -900,7 +900,10 @@ def load_weights(model: torch.nn.Module, directory: str) -> None:
     unknown = reader.read_metadata().state_dict_metadata.keys() - known
     if unknown:
         also = f"{min(unknown)} ({len(unknown)} too many)"
-        refuse(f"--init_from {directory}: its files also hold {also}")
+        # Above all, older files hold experts one by one, which now are one tensor.
+        load, save = "AutoModelForCausalLM.from_pretrained(X)", "save_original_format=False"
+        renew = f"if these are older names, {load}.save_pretrained(Y, {save}) renews them"
+        refuse(f"--init_from {directory}: its files also hold {also}; {renew}")
     with refusing(f"--init_from {directory}"):  # names what is missing or of another shape
         dcp.load(wanted, storage_reader=reader)
     for head in tied.keys() & state_dict.keys():

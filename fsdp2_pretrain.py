@@ -16,12 +16,13 @@ gathers), most of it while a neighbouring block computes. Each of k micro-batche
 The idea is ZeRO-3's (arXiv 1910.02054); PyTorch FSDP is described in arXiv 2304.11277.
 """
 
+import contextlib
 import gc
 import math
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -44,7 +45,7 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig, Qwen2Config
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.integrations.sdpa_attention import repeat_kv
 
 import common
@@ -59,7 +60,11 @@ NEXT_COMMAND = "torchrun --nproc-per-node=2 fsdp2_sft.py --init_from {run_dir}"
 @dataclass(config=ConfigDict(allow_inf_nan=False))
 class Config:
     # model
-    model: str = flag("tiny", "tiny, qwen2-0.5b, or a directory or hub id with a config.json")
+    model: str = flag(
+        "tiny",
+        "tiny, qwen2-0.5b; tiny-moe, qwen3-30b-a3b (mixtures of experts); or a directory or hub id "
+        "with a config.json",
+    )
     init_from: str | None = flag(
         None,
         "weights to start from: a run directory, or a Hugging Face directory or hub id. Its model "
@@ -97,6 +102,11 @@ class Config:
         0.1, "weight decay of matrices; embeddings, norms and biases have none"
     )
     grad_clip: NonNegativeFloat = flag(1.0, "clip gradients to this norm; 0 does not clip")
+    balance_rate: NonNegativeFloat = flag(
+        1e-2,
+        "what the bias of a router changes by in a step, so that all experts get as many tokens; "
+        "for mixtures of experts that have one (DeepSeek-V3: 0.001, in many more steps)",
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = flag(0, "seed of initial weights and data order")
 
     # precision, memory and speed
@@ -211,20 +221,57 @@ def init_process_group(config: Config) -> torch.device:
 
 SHAPES = {
     "tiny": {
+        "model_type": "qwen2",
         "hidden_size": 192,
         "intermediate_size": 640,  # of the feed-forward network
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
+        "num_key_value_heads": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
         "initializer_range": 0.07,
+        "tie_word_embeddings": True,
     },
     "qwen2-0.5b": {
+        "model_type": "qwen2",
         "hidden_size": 896,
         "intermediate_size": 4864,
         "num_hidden_layers": 24,
         "num_attention_heads": 14,
+        "num_key_value_heads": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
         "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+    },
+    # Mixtures of experts: a block has many feed-forward networks, of which each token uses a few.
+    "tiny-moe": {
+        "model_type": "minimax_m2",
+        "hidden_size": 192,
+        "intermediate_size": 320,  # of an expert
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 48,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "initializer_range": 0.07,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
     },
 }
 
@@ -236,13 +283,14 @@ CHUNK_TOKENS = 2048
 KEPT = [
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
+    torch.ops.aten._grouped_mm.default,  # products of experts
     torch.ops.aten._scaled_mm.default,  # products in float8
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.torch_attn._varlen_attn.default,  # attention within documents, on CUDA
-    # Tensor and context parallelism have collectives inside a block.
+    # Tensor, context and expert parallelism have collectives inside a block.
     torch.ops._c10d_functional.all_gather_into_tensor.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_to_all_single.default,
@@ -254,10 +302,10 @@ def build_model_config(
 ) -> PreTrainedConfig:
     """The model's architecture: built here, or read from the config.json that --model names."""
     if config.model in SHAPES:
-        model_config = Qwen2Config(
+        model_config = AutoConfig.for_model(
             vocab_size=math.ceil(vocabulary_size / 64) * 64,  # keeps the head's products fast
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
+            bos_token_id=None,
+            eos_token_id=eos_token_id,
             **SHAPES[config.model],
         )
     else:
@@ -427,11 +475,81 @@ def forward_with_loss(
         input_ids, labels: int64 [rows, length]; labels are shifted already.
         kwargs: the other keys of a micro-batch, see `common.Batches.collate`.
     """
-    output = self.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs)
+    with counting_experts(self, labels):
+        output = self.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs)
     hidden = output.last_hidden_state  # [rows, length, hidden size]
     return summed_cross_entropy(
         hidden.flatten(0, 1), self.get_output_embeddings(), labels.flatten(), loss
     )
+
+
+def find_experts(model: nn.Module) -> None:
+    """Prepare the layers of a mixture of experts (MoE layers) to count which experts tokens choose.
+
+    transformers keeps the experts of a layer in one module, parameters [experts, ...]. Those whose
+    forward is one of its `ExpertsInterface` are given what the layer's router has chosen.
+    """
+    model.moe_layers = [
+        module
+        for module in model.modules()
+        if hasattr(getattr(module, "experts", None), "has_gate")
+    ]
+    model.expert_counts = None
+    model.tokens_to_count = None
+    for layer in model.moe_layers:
+        layer.experts.register_forward_pre_hook(partial(count_chosen_experts, model))
+
+
+@contextlib.contextmanager
+def counting_experts(model: nn.Module, labels: torch.Tensor) -> Iterator[None]:
+    """In training, add to `model.expert_counts` what the forward of a micro-batch in here chooses.
+
+    Tokens that have a label are counted: no padding (and no prompts, when fine-tuning).
+    """
+    if model.training and model.moe_layers:
+        if model.expert_counts is None:
+            num_experts = model.moe_layers[0].experts.num_experts
+            model.expert_counts = torch.zeros(  # [MoE layers, experts]
+                len(model.moe_layers), num_experts, dtype=torch.int64, device=labels.device
+            )
+            for layer, counts in zip(model.moe_layers, model.expert_counts):
+                layer.experts.counts = counts
+        model.tokens_to_count = (labels.flatten() >= 0).long()
+    yield
+    # NOTE: activation checkpointing runs blocks again in backward, which must not count them again.
+    model.tokens_to_count = None
+
+
+def count_chosen_experts(model: nn.Module, experts: nn.Module, inputs: tuple) -> None:
+    """A forward pre-hook of a layer's experts."""
+    if model.tokens_to_count is None:
+        return
+    _, chosen, _ = inputs  # int64 [tokens, k], the numbers of each token's experts
+    counted = model.tokens_to_count.repeat_interleave(chosen.shape[1])
+    experts.counts.scatter_add_(0, chosen.flatten(), counted)
+
+
+@torch.no_grad()
+def adjust_router_biases(model: nn.Module, rate: float) -> torch.Tensor:
+    """Have the next step choose experts more evenly than the counted one, and begin a new count.
+
+    An expert that had fewer tokens than the mean gets a larger bias, one that had more a smaller
+    one. The router adds it to its scores to choose with, and for nothing else: so loss and
+    gradients stay as they are, where a loss of balance would disturb them (DeepSeek, arXiv
+    2408.15664). Routers without such a bias are left to themselves.
+
+    Returns:
+        Tokens of the fullest expert, by the mean, of the worst layer; 1.0 is even.
+    """
+    counts = model.expert_counts.double()
+    mean = counts.mean(1, keepdim=True)
+    for layer, direction in zip(model.moe_layers, (mean - counts).sign()):
+        for name, bias in layer.named_buffers():
+            # Layers that another stage of a pipeline has are on the meta device.
+            if name.endswith("e_score_correction_bias") and not bias.is_meta:
+                bias += rate * direction
+    model.expert_counts.zero_()
+    return (counts / mean).max()
 
 
 def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
@@ -449,6 +567,7 @@ def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
         use_float8(model)
     loss = torch.compile(chunk_loss) if config.compile else chunk_loss
     model.forward = partial(forward_with_loss, model, loss)
+    find_experts(model)
     # Initial weights depend on seed and module alone, so that every strategy and every world size
     # starts from the same model. See `initialize`.
     for name, module in model.named_modules():
@@ -558,6 +677,10 @@ class ModelSize:
         if not config.tie_word_embeddings:
             # The input embedding is a look-up, not a product.
             self.in_blocks -= model.get_input_embeddings().weight.numel()
+        for parameter in model.parameters():
+            if parameter.ndim == 3:  # [experts, ...], of which a token uses some
+                used = getattr(config, "num_experts_per_tok", None) or config.moe_topk
+                self.in_blocks -= parameter[0].numel() * (len(parameter) - used)
         head_size = getattr(config, "head_dim", None)
         if head_size is None:
             head_size = config.hidden_size // config.num_attention_heads
@@ -575,12 +698,12 @@ class ModelSize:
 
 
 def weight_decay_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that decay: matrices, but not embeddings."""
+    """Names of the parameters that decay: matrices, but not embeddings and biases of experts."""
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     return {
         name
         for name, parameter in model.named_parameters()
-        if parameter.ndim > 1 and parameter not in embeddings
+        if parameter.ndim > 1 and parameter not in embeddings and not name.endswith("bias")
     }
 
 
@@ -680,6 +803,17 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     # NOTE: the norm is a DTensor too, and its local value may cover this rank's shards alone.
     return norm.full_tensor()  # a collective: every rank must call it
+
+
+def balance_experts(model: nn.Module, rate: float) -> torch.Tensor | None:
+    """Even out how many tokens experts get; returns their load (None without experts).
+
+    NOTE: it is the global batch that is to be even. A micro-batch may well be of one subject.
+    """
+    if model.expert_counts is None:
+        return None
+    dist.all_reduce(model.expert_counts)  # each rank has counted its own tokens
+    return adjust_router_biases(model, rate)
 
 
 @torch.no_grad()
@@ -827,16 +961,20 @@ def train_step(
     learning_rate: float,
     config: Config,
     device: torch.device,
-) -> tuple[float, float]:
-    """One optimizer step; returns the mean loss over the global batch and the gradient norm."""
+) -> dict[str, float]:
+    """One optimizer step; returns what is measured: mean loss over the global batch, norm, ...."""
     total_loss = forward_backward(model, batch, config, device)
     grad_norm = clip_gradients(model, config.grad_clip or math.inf)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
     optimizer.zero_grad()
+    expert_load = balance_experts(model, config.balance_rate)
     # Reading a number waits for the GPU, so it comes last.
-    return total_loss.item() / batch.num_labels, grad_norm.item()
+    measured = {"loss": total_loss.item() / batch.num_labels, "grad_norm": grad_norm.item()}
+    if expert_load is not None:
+        measured["expert_load"] = expert_load.item()
+    return measured
 
 
 # --- Validation -----------------------------------------------------------------------------------
@@ -939,14 +1077,13 @@ def main() -> None:
         data_seconds = time.perf_counter() - started
         torch.manual_seed(config.seed + step * world_size + rank)  # of dropout
         learning_rate = learning_rate_at(step, config)
-        loss, grad_norm = train_step(model, optimizer, batch, learning_rate, config, device)
+        measured = train_step(model, optimizer, batch, learning_rate, config, device)
         progress = {"step": step, "tokens": progress["tokens"] + batch.num_labels}
         run.log_step(
             batch,
             size.flops(batch),
             **progress,
-            loss=loss,
-            grad_norm=grad_norm,
+            **measured,
             learning_rate=learning_rate,
             data_seconds=data_seconds,
             step_seconds=time.perf_counter() - started,

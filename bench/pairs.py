@@ -5,8 +5,9 @@
 Each writer trains 2 steps, saves in each style and trains 2 more. Each reader loads every one of
 these checkpoints into a model of other weights and trains the same 2 steps. A table cell says what
 differs: losses, moments of AdamW as loaded (to the last bit), or nothing: "equal". Losses are
-compared to the last bit too, but to 2e-6 where ranks share layers, rows or the blocks, and so sum
-otherwise.
+compared to the last bit too, but to 2e-6 where ranks share layers, rows, the blocks or experts, and
+so sum otherwise. The first table is of a dense model, the second of a mixture of experts, whose
+routers' biases are neither parameters nor moments: losses show whether they came along.
 """
 
 import logging
@@ -25,13 +26,18 @@ import common
 import ddp_pretrain
 import fsdp1_pretrain
 import fsdp2_cp_pretrain
+import fsdp2_ep_pretrain
 import fsdp2_pp_pretrain
 import fsdp2_pretrain
 import fsdp2_tp_pretrain
 
 SCRIPTS = {"ddp": ddp_pretrain, "fsdp1": fsdp1_pretrain, "fsdp2": fsdp2_pretrain}
 INSIDE = {"tp": fsdp2_tp_pretrain, "cp": fsdp2_cp_pretrain, "pp": fsdp2_pp_pretrain}
+INSIDE |= {"ep": fsdp2_ep_pretrain}
 SCRIPTS |= INSIDE
+# Tensor parallelism refuses experts, and expert parallelism models without.
+DENSE = [name for name in SCRIPTS if name != "ep"]
+WITH_EXPERTS = [name for name in SCRIPTS if name != "tp"]
 STYLES = ["stateful", "separate"]
 STEPS = 2
 FLAGS: dict[str, Any] = {  # without clipping: its norm is summed up in another order by each script
@@ -62,10 +68,11 @@ def same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool
     return some.keys() == others.keys() and all(torch.equal(some[k], others[k]) for k in some)
 
 
-def table(folder: Path, data: Any, flags: dict[str, Any]) -> list[list[str]]:
+def table(folder: Path, names: list[str], data: Any, flags: dict[str, Any]) -> list[list[str]]:
     """Rows: writer and style; columns: reader."""
     rows = []
-    for writer, script in SCRIPTS.items():
+    for writer in names:
+        script = SCRIPTS[writer]
         session = Session(script, script.Config(**flags), data)
         train(session, 0, STEPS)
         saved = moments(session)
@@ -77,7 +84,8 @@ def table(folder: Path, data: Any, flags: dict[str, Any]) -> list[list[str]]:
         session.close()
         for style in STYLES:
             rows.append([writer, style])
-            for reader_name, reader in SCRIPTS.items():
+            for reader_name in names:
+                reader = SCRIPTS[reader_name]
                 other = Session(reader, reader.Config(**flags, seed=7), data)
                 reader.load_checkpoint(other.state, other.config, folder / writer / style)
                 wrong = [] if same(moments(other), saved) else ["moments"]
@@ -89,24 +97,40 @@ def table(folder: Path, data: Any, flags: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def small_mixture() -> Any:
+    from transformers import MiniMaxM2Config
+
+    return MiniMaxM2Config(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_local_experts=4,
+        num_experts_per_tok=2, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+
+
+def print_table(names: list[str], rows: list[list[str]]) -> None:
+    print(f"| written by | style | {' | '.join(f'into {name}' for name in names)} |")
+    print("| --- " * (2 + len(names)) + "|")
+    for row in rows:
+        print(f"| {' | '.join(row)} |")
+
+
 def main() -> None:
     shared.read(__doc__)
     # Of the two gathers that a tensor takes which is cut twice.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     ddp_pretrain.init_process_group(ddp_pretrain.Config())
+    shapes = {"dense": shared.qwen2(32, 64, 2, 4, 2, 320), "experts": small_mixture()}
     with tempfile.TemporaryDirectory() as own:
         folders = [own]
         dist.broadcast_object_list(folders)
-        shared.qwen2(32, 64, 2, 4, 2, 320).save_pretrained(f"{own}/shape")
-        flags = FLAGS | {"model": f"{own}/shape"}
-        data = shared.load_data(ddp_pretrain, ddp_pretrain.Config(**flags))
-        rows = table(Path(folders[0]), data, flags)
-        dist.barrier()
-    if dist.get_rank() == 0:
-        print(f"| written by | style | {' | '.join(f'into {name}' for name in SCRIPTS)} |")
-        print("| --- " * (2 + len(SCRIPTS)) + "|")
-        for row in rows:
-            print(f"| {' | '.join(row)} |")
+        for kind, names in {"dense": DENSE, "experts": WITH_EXPERTS}.items():
+            shapes[kind].save_pretrained(f"{own}/{kind}")
+            flags = FLAGS | {"model": f"{own}/{kind}"}
+            data = shared.load_data(ddp_pretrain, ddp_pretrain.Config(**flags))
+            rows = table(Path(folders[0]) / f"{kind}_runs", names, data, flags)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                print_table(names, rows)
     shared.leave()
 
 

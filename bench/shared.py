@@ -17,7 +17,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 STRATEGIES = ["ddp", "fsdp1", "fsdp2"]
-INSIDE = ["fsdp2_tp", "fsdp2_cp", "fsdp2_pp"]  # ranks share layers, rows or the depth
+# Ranks share layers, rows, the depth or experts.
+INSIDE = ["fsdp2_tp", "fsdp2_cp", "fsdp2_pp", "fsdp2_ep"]
 
 
 def parser(docstring: str | None) -> argparse.ArgumentParser:
@@ -197,10 +198,10 @@ class Session:
 
     def train_step(self, batch: Any, learning_rate: float = 0.0) -> float:
         """The mean loss of a step."""
-        loss, _ = self.script.train_step(
+        measured = self.script.train_step(
             self.model, self.optimizer, batch, learning_rate, self.config, self.device
         )
-        return loss
+        return measured["loss"]
 
     def save_checkpoint(self, group: Any) -> Callable[[Path], None]:
         """What writes this moment's checkpoint to a directory."""
@@ -224,17 +225,17 @@ class Session:
             waited = time.perf_counter() - started
             torch.manual_seed(config.seed + step * ranks + rank)
             learning_rate = self.script.learning_rate_at(step, config)
-            loss, grad_norm = self.script.train_step(
+            measured = self.script.train_step(
                 self.model, self.optimizer, batch, learning_rate, config, self.device
             )
             tokens += batch.num_labels
             run.log_step(
-                batch, self.size.flops(batch), step=step, tokens=tokens, loss=loss,
-                grad_norm=grad_norm, learning_rate=learning_rate, data_seconds=waited,
+                batch, self.size.flops(batch), step=step, tokens=tokens, **measured,
+                learning_rate=learning_rate, data_seconds=waited,
                 step_seconds=time.perf_counter() - started,
             )  # fmt: skip
             run.should_stop()
-            yield batch, loss
+            yield batch, measured["loss"]
 
     def close(self) -> None:
         """Drop the model and all that refers to it."""

@@ -18,6 +18,7 @@ import common  # noqa: E402
 SCRIPTS = ["ddp_pretrain.py", "fsdp1_pretrain.py", "fsdp2_pretrain.py"]
 # Ranks share layers, rows, or the blocks.
 INSIDE = ["fsdp2_tp_pretrain.py", "fsdp2_cp_pretrain.py", "fsdp2_pp_pretrain.py"]
+EXPERTS = "fsdp2_ep_pretrain.py"  # ranks share experts: it trains mixtures of experts alone
 # Two micro-batches a rank on 4 ranks, so that every world size accumulates gradients.
 SMALL = {
     "max_length": 512,
@@ -95,6 +96,46 @@ def small_shape(**changes):
     from transformers import Qwen2Config
 
     return Qwen2Config(**SIZES | {"num_key_value_heads": 2, "tie_word_embeddings": True} | changes)
+
+
+def small_mixture(**changes):
+    """A mixture of experts whose routers have a bias."""
+    from transformers import MiniMaxM2Config
+
+    own = {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4}
+    own |= {"num_experts_per_tok": 2, "tie_word_embeddings": True, "initializer_range": 0.1}
+    return MiniMaxM2Config(**SIZES | own | {"bos_token_id": None, "eos_token_id": None} | changes)
+
+
+@pytest.fixture(scope="session")
+def mixture_directory(tmp_path_factory) -> str:
+    """A random mixture of experts, saved under the names that it has in memory."""
+    import torch
+    from transformers import MiniMaxM2ForCausalLM
+
+    directory = tmp_path_factory.mktemp("mixture")
+    torch.manual_seed(4)
+    model = MiniMaxM2ForCausalLM(small_mixture())
+    model.save_pretrained(directory, save_original_format=False)
+    return str(directory)
+
+
+@pytest.fixture(scope="session")
+def starved_directory(tmp_path_factory) -> str:
+    """A mixture whose routers choose the first two of four experts for every token.
+
+    So there are experts without a token and, where 2 ranks share them, a rank without one.
+    """
+    import torch
+    from transformers import MiniMaxM2ForCausalLM
+
+    directory = tmp_path_factory.mktemp("starved")
+    torch.manual_seed(3)
+    model = MiniMaxM2ForCausalLM(small_mixture())
+    for layer in model.model.layers:
+        layer.mlp.e_score_correction_bias[:2] = 9.0
+    model.save_pretrained(directory, save_original_format=False)
+    return str(directory)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import (
+    EXPERTS,
     INSIDE,
     ROOT,
     RUN_FLAGS,
@@ -25,7 +26,12 @@ from conftest import (
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    MiniMaxM2ForCausalLM,
+    Qwen2ForCausalLM,
+)
 
 import common
 
@@ -89,14 +95,23 @@ def check_agreement(one: Path, other: Path) -> None:
         (INSIDE[1], {"context_parallel": 4}),
         (INSIDE[2], {}),
         pytest.param(INSIDE[2], {"dp_replicate": 2}, marks=pytest.mark.drill),
+        (EXPERTS, {}),
+        pytest.param(EXPERTS, {"expert_parallel": 4}, marks=pytest.mark.drill),
     ],
-    ids=["tp 2x2", "cp 2x2", "cp 1x4", "pp 2x2", "pp 2x2 replicas"],
-)
-def test_ranks_that_share_layers_rows_or_blocks_change_nothing(run, shape_directory, script, own):
+    ids=[
+        "tp 2x2", "cp 2x2", "cp 1x4", "pp 2x2", "pp 2x2 replicas", "ep 2x2", "ep 1x4",
+    ],
+)  # fmt: skip
+def test_ranks_that_share_a_model_change_nothing(
+    run, shape_directory, mixture_directory, script, own
+):
     """On 4 ranks, of odd row lengths. (On 2, and in all modes: tests/test_modes.py.)"""
-    one = run("fsdp2_pretrain.py", 4, model=shape_directory)
-    other = run(script, 4, model=shape_directory, **own)
+    model = mixture_directory if script == EXPERTS else shape_directory
+    one = run("fsdp2_pretrain.py", 4, model=model)
+    other = run(script, 4, model=model, **own)
     check_agreement(one, other)
+    loads = [[line.get("expert_load") for line in metrics(each)[0]] for each in (one, other)]
+    assert loads[0] == loads[1] and (None in loads[0]) == (script != EXPERTS)
 
 
 def check_tied_copies(directory: Path) -> None:
@@ -192,6 +207,60 @@ def test_plain_loop_in_one_process_gives_the_same_losses(
         torch.testing.assert_close(trained[name], parameter.data, rtol=1e-3, atol=2e-4)
 
 
+def test_plain_loop_balances_experts_alike(run, corpus, mixture_directory):
+    """As above, of a mixture of experts: what is counted, and how it moves the routers' biases."""
+    directories = [run(s, 2, init_from=mixture_directory) for s in ("fsdp2_pretrain.py", EXPERTS)]
+    tokenizer = common.load_tokenizer("bytes")
+    rows = common.load_rows(corpus, None, "train", ["text"], common.text_rows, tokenizer, 512)
+    training, _ = rows.split()
+    batches = make_batches(training)
+    model = MiniMaxM2ForCausalLM.from_pretrained(mixture_directory, dtype=torch.float32)
+    layers = [layer.mlp for layer in model.model.layers]
+    counts = torch.zeros(len(layers), 4)
+    for layer, of_layer in zip(layers, counts):
+
+        def count(module, inputs, of_layer=of_layer):
+            of_layer += inputs[1].flatten().bincount(minlength=4)
+
+        layer.experts.register_forward_pre_hook(count)
+    decayed = [p for n, p in model.named_parameters() if p.ndim > 1 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    expected, norms, loads = [], [], []
+    for step in range(STEPS):
+        total, labels = 0.0, 0
+        for number in range(step * 8, step * 8 + 8):
+            for row in batches.micro_batch(number):
+                tokens, _ = training.read(row)
+                ids = torch.from_numpy(tokens.astype(np.int64))
+                logits = model(input_ids=ids[None, :-1]).logits[0]
+                loss = F.cross_entropy(logits, ids[1:], reduction="sum")
+                loss.backward()
+                total, labels = total + loss.item(), labels + len(ids) - 1
+        for parameter in model.parameters():
+            parameter.grad /= labels
+        norms.append(math.sqrt(sum(p.grad.pow(2).sum().item() for p in model.parameters())))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step + 1)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert counts.sum(1).tolist() == [2 * labels] * len(layers)
+        loads.append((4 * counts.amax(1) / (2 * labels)).max().item())
+        for layer, of_layer in zip(layers, counts):
+            layer.e_score_correction_bias += 0.01 * (labels / 2 - of_layer).sign()
+        counts.zero_()
+        expected.append(total / labels)
+    for directory in directories:
+        lines, _ = metrics(directory)
+        assert worst(losses(directory), expected) < 1e-5
+        assert worst([line["grad_norm"] for line in lines], norms) < 1e-4
+        assert worst([line["expert_load"] for line in lines], loads) < 1e-6
+        exported = AutoModelForCausalLM.from_pretrained(directory / "hf").state_dict()
+        for name, tensor in model.state_dict().items():
+            torch.testing.assert_close(exported[name], tensor, rtol=1e-3, atol=2e-4)
+
+
 def small_models() -> dict:
     """Architectures that differ where it matters: tying, names, biases, ways to initialize."""
     from transformers import GPT2Config, LlamaConfig, PhiConfig
@@ -222,13 +291,16 @@ def small_models() -> dict:
         ("fsdp2_cp_pretrain.py", "gpt2"),
         ("fsdp2_pp_pretrain.py", "qwen2"),
         pytest.param("fsdp2_pp_pretrain.py", "llama", marks=pytest.mark.drill),
+        (EXPERTS, "minimax_m2"),
     ],
 )
 def test_exported_model_has_the_validation_loss_in_plain_transformers(
-    run, texts, shape_directory, tmp_path, script, name
+    run, texts, shape_directory, mixture_directory, tmp_path, script, name
 ):
     if name == "qwen2":
         directory = run(script, 2, model=shape_directory)
+    elif name == "minimax_m2":
+        directory = run(script, 2, init_from=mixture_directory)
     else:
         small_models()[name].save_pretrained(tmp_path)
         directory = run(script, 2, model=tmp_path)

@@ -4,14 +4,29 @@ import re
 import time
 
 import pytest
-from conftest import SIZES, SMALL, arguments, launch, small_shape, torchrun
-from transformers import BloomConfig, GPT2Config, GraniteConfig
+from conftest import (
+    SIZES,
+    SMALL,
+    arguments,
+    launch,
+    small_mixture,
+    small_shape,
+    torchrun,
+)
+from transformers import (
+    AriaTextConfig,
+    BloomConfig,
+    GPT2Config,
+    GraniteConfig,
+    MiniMaxM2ForCausalLM,
+)
 
 BASE = {**SMALL, "steps": 2, "eval_every": 2}
 
 
 TP, CP = {"script": "fsdp2_tp_pretrain"}, {"script": "fsdp2_cp_pretrain"}
 PP = {"script": "fsdp2_pp_pretrain"}
+EP = {"script": "fsdp2_ep_pretrain"}
 START = {"init_from": "WEIGHTS", "tokenizer": "bytes"}
 # Name -> flags beside the good ones, and what the error line must hold. FOLDER and WEIGHTS are
 # replaced; "script" is not a flag but the script, fsdp2_pretrain if not given.
@@ -70,6 +85,25 @@ CASES = {
         PP | {"pipeline_parallel": 1, "model": "FOLDER/granite"},
         "granite: only models of .* can be cut into stages",
     ),
+    "experts shared by more than all": (EP, "--expert_parallel 2 must divide 1 ranks"),
+    "no experts": (EP | {"expert_parallel": 1}, "shallow has no experts that transformers keeps"),
+    "other experts": (
+        EP | {"expert_parallel": 1, "model": "FOLDER/aria"},
+        "aria: its AriaExperts cannot be dealt",
+    ),
+    "experts compiled and computed again": (
+        EP | {"expert_parallel": 1, "compile": "true", "activation_checkpointing": "selective"},
+        "--compile takes --activation_checkpointing none",
+    ),
+    "experts in layers that are cut": (
+        TP | {"tensor_parallel": 1, "model": "FOLDER/mixture"},
+        "mixture: only blocks with the layers of Llama's can be cut",
+    ),
+    "experts one by one": (
+        {"init_from": "FOLDER/mixture", "tokenizer": "bytes", "model": "FOLDER/mixture"},
+        "block_sparse_moe.* .28 too many.; if these are older names, .*=False. renews them",
+    ),
+    "negative rate of biases": ({"balance_rate": -1}, "--balance_rate -1.0: .*or equal to 0"),
     "other script's replicas": (
         TP | {"tensor_parallel": 1, "dp_replicate": 1},
         "unknown flag or word --dp_replicate",
@@ -108,7 +142,7 @@ CASES = {
         {"model": "FOLDER/few_ids"},
         "--tokenizer has 257 ids, --model .*few_ids only 256",
     ),
-    "model": ({"model": "gigantic"}, "model gigantic is neither tiny"),
+    "model": ({"model": "gigantic"}, "model gigantic is neither built in"),
     "short model": ({"model": "FOLDER/short"}, "--max_length 512 exceeds max_position_embeddings"),
     "attention without our mask": ({"model": "FOLDER/bloom"}, "its type, bloom, is none of"),
     "sliding window": ({"model": "FOLDER/window"}, "exceeds sliding_window"),
@@ -155,6 +189,11 @@ def commands(tmp_path_factory, corpus, weights_directory) -> dict[str, tuple[str
     GPT2Config(**sizes, bos_token_id=None, eos_token_id=None).save_pretrained(folder / "gpt2")
     GraniteConfig(**SIZES, embedding_multiplier=12.0).save_pretrained(folder / "granite")
     good = BASE | {"dataset": corpus, "run_dir": "FOLDER/run", "model": "FOLDER/shallow"}
+    MiniMaxM2ForCausalLM(small_mixture()).save_pretrained(folder / "mixture")  # in old names
+    AriaTextConfig(
+        vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, moe_num_experts=4, pad_token_id=None,
+    ).save_pretrained(folder / "aria")  # fmt: skip
     made = {}
     for name, (flags, _) in CASES.items():
         flags = good | flags
@@ -214,6 +253,17 @@ def test_what_ranks_cannot_share_is_refused_once(corpus, tmp_path, ranks, flags,
     # Ranks may still be at the store as rank 0, which holds it here, leaves: torch warns of that.
     assert not more or "TCPStore" in more[0]
     assert "Traceback" not in done.stderr and "\nerror: " not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_experts_that_ranks_cannot_share_are_refused_once(corpus, tmp_path):
+    small_mixture(num_local_experts=3).save_pretrained(tmp_path / "shape")
+    flags = {"dataset": corpus, "model": tmp_path / "shape", "run_dir": tmp_path / "run"}
+    done = launch(2, "fsdp2_ep_pretrain", BASE | flags | {"global_batch_tokens": 1024})
+    assert done.returncode == 1
+    line, *more = done.stderr.splitlines()
+    assert line == "error: --expert_parallel 2 does not divide 3 experts"
+    assert not more or "TCPStore" in more[0]
     assert not (tmp_path / "run").exists()
 
 

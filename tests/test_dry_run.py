@@ -50,6 +50,7 @@ OWN = {
         "four": {"pipeline_parallel": 4, "model": "FOUR"},
         "four_hybrid": {"dp_replicate": 2},
     },
+    "fsdp2_ep_pretrain": {"four": {"expert_parallel": 4}},
     "fsdp2_sft": {},
 }  # fmt: skip
 
@@ -63,6 +64,10 @@ def flags_of(mode: dict, ranks: int, **more) -> dict:
     return {"max_length": 128, "micro_batch_tokens": 512, "global_batch_tokens": tokens, **mode}
 
 
+def model_of(name: str, shape: str) -> str:
+    return "tiny-moe" if "ep" in name else shape
+
+
 def cases(ranks: int, shape: str) -> dict[str, tuple[str, dict]]:
     def chosen(name: str, mode: str) -> bool:
         if mode == "packed" or mode.startswith("four"):
@@ -71,7 +76,7 @@ def cases(ranks: int, shape: str) -> dict[str, tuple[str, dict]]:
         return few or ranks == 2 and name != "fsdp2_sft"
 
     return {
-        f"{ranks} {name} {mode}": (name, flags_of(flags, ranks, model=shape))
+        f"{ranks} {name} {mode}": (name, flags_of(flags, ranks, model=model_of(name, shape)))
         for name, own in OWN.items()
         for mode, flags in (MODES | own).items()
         if chosen(name, mode)
@@ -159,7 +164,10 @@ def check_prediction(report: dry_run.Report, seen: dict) -> None:
     assert sorted(calls) == sorted(seen["calls"])
     assert 2 * len(calls) == seen["gloo"]  # in two steps, as torch's profiler counts them
     assert [report.parameters, report.gradients, report.optimizer] == seen["kept"]
-    assert abs(sum(report.peak.values()) / seen["peak"] - 1) < 0.02
+    # A real all-to-all holds what it sends until it is waited for, a fake one ends at once: that is
+    # 3 % of a small mixture of experts that is computed again.
+    tolerance = 0.05 if report.experts else 0.02
+    assert abs(sum(report.peak.values()) / seen["peak"] - 1) < tolerance
 
 
 FORMS = [
@@ -169,7 +177,7 @@ FORMS = [
     for ranks in (2, 8, 1024)
     if (ranks < 1024 or mode in ("plain", "hybrid"))  # that many take seconds
     and not (ranks == 2 and mode.startswith("four"))
-    and (mode != "full" or name in ("fsdp2_tp_pretrain", "fsdp2_cp_pretrain"))
+    and (mode != "full" or name[6:8] in ("tp", "cp", "ep"))
 ]
 
 
@@ -177,7 +185,8 @@ FORMS = [
 def test_closed_forms(two_blocks, name, mode, ranks):
     """What a rank sends, but for the loss, the norm and model buffers: a few hundred bytes."""
     script = importlib.import_module(name)
-    flags = flags_of((MODES | OWN[name])[mode], ranks, model=two_blocks if "pp" in name else "tiny")
+    model = model_of(name, two_blocks if "pp" in name else "tiny")
+    flags = flags_of((MODES | OWN[name])[mode], ranks, model=model)
     report = predict(name, flags, ranks)
     config = script.Config(**flags)
     expected, _, parts = dry_run.closed_form_of(report, script, config)

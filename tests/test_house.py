@@ -14,6 +14,7 @@ PRETRAINING = [
     "fsdp2_tp_pretrain.py",
     "fsdp2_cp_pretrain.py",
     "fsdp2_pp_pretrain.py",
+    "fsdp2_ep_pretrain.py",
 ]
 SCRIPTS = [*PRETRAINING, "fsdp2_sft.py"]
 SECTIONS = [
@@ -34,6 +35,7 @@ STRATEGY = [
     "named_parameters",
     "forward_backward",
     "clip_gradients",
+    "balance_experts",
     "validation_loss",
 ]
 # Lines of fsdp2_pretrain.py that may be another one outside of Config and Strategy: script, line ->

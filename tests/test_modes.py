@@ -7,18 +7,24 @@ import pytest
 import torch
 from conftest import ROOT, SMALL, torchrun
 from transformers import Qwen2ForCausalLM
-from worker import OWN_MODES, modes
+from worker import OWN_MODES, SCRIPTS, modes
 
 
 @pytest.fixture(scope="module")
-def run_worker(corpus, shape_directory, weights_directory, tmp_path_factory):
+def run_worker(
+    corpus, shape_directory, weights_directory, mixture_directory, starved_directory,
+    tmp_path_factory,
+):  # fmt: skip
     """A function: what the worker saw, of the plain modes or of those left to a drill."""
 
     def run(which: str = "plain", **variables: str) -> dict:
         out = tmp_path_factory.mktemp("modes") / "seen.json"
-        base = {"model": shape_directory, "dataset": corpus, "run_dir": str(out.parent), **SMALL}
+        shape, weights = shape_directory, weights_directory
+        if "experts" in which:
+            shape, weights = mixture_directory, starved_directory
+        base = {"model": shape, "dataset": corpus, "run_dir": str(out.parent), **SMALL}
         base["global_batch_tokens"] = 2048  # two micro-batches a rank
-        start = json.dumps({"model": weights_directory, "init_from": weights_directory})
+        start = json.dumps({"model": weights, "init_from": weights})
         words = [str(ROOT / "tests/worker.py"), str(out), json.dumps(base), start, which]
         done = torchrun(2, *words, timeout=840, **variables)
         assert done.returncode == 0, done.stderr
@@ -175,12 +181,12 @@ def test_activation_checkpointing_computes_again_what_its_name_says(seen, name):
 
 def check_graphs(seen: dict, number: int) -> None:
     """A graph for each row length in training and in validation (one for all if they are dynamic);
-    of packed rows for the parts of a block around attention, which is compiled with CUDA only:
-    some more of these where ranks share layers or rows."""
+    of packed rows for the parts of a block around attention, which is compiled with CUDA only, and
+    of shared experts around these: some more where ranks share layers or rows."""
     graphs = {case: got["graphs"] for case, got in seen.items() if " compile" in case}
     assert len(graphs) == number
     for case, (first, second) in graphs.items():
-        most = 14 if "packed" in case else 8
+        most = 14 if "packed" in case or case.startswith("ep") else 8
         assert 0 < first == second <= most, case
 
 
@@ -193,3 +199,71 @@ def test_accumulating_gradients_equals_one_larger_micro_batch(seen, name):
     assert seen[f"{name} fp32"]["micro_batches"] == (4 if name in ("tp", "cp") else 2)
     assert seen[f"{name} merged"]["micro_batches"] == 1
     assert difference(seen[f"{name} merged"]["norms"], seen[f"{name} fp32"]["norms"]) < 1e-6
+
+
+# --- Mixtures of experts --------------------------------------------------------------------------
+
+EXPERT_CASES = [f"{name} {mode}" for name in SCRIPTS for mode in modes(name, "experts")]
+EXPERT_CASES += ["fsdp2 init_from", "ep init_from"]
+
+
+@pytest.fixture(scope="module")
+def experts(run_worker) -> dict:
+    return run_worker("experts")
+
+
+def check_experts(seen: dict, case: str) -> None:
+    """Against fsdp2 in the same mode: losses, norms, loads and weights, biases among them."""
+    name, mode = case.split()
+    mode = {"alone": "fp32", "compile": "padded"}.get(mode, mode)
+    got, reference = seen[case], seen[f"fsdp2 {mode}"]
+    of_losses, of_norms, of_weights = 2e-6, 5e-6, 1e-5
+    if mode == "bf16":  # four times what FSDP2 itself loses by it
+        exact = seen["fsdp2 fp32"]
+        of_losses = 4 * difference(losses(reference), losses(exact))
+        of_norms = 4 * difference(reference["norms"], exact["norms"])
+        of_weights = 5e-2
+    else:
+        assert got["expert_load"] == reference["expert_load"]
+    assert difference(losses(got), losses(reference)) < of_losses
+    assert difference(got["norms"], reference["norms"]) < of_norms
+    biases = [name for name in got["final"] if name.endswith("e_score_correction_bias")]
+    assert len(biases) == 2
+    if mode not in ("bf16", "padded"):  # when compiled there are more steps, for biases alone
+        assert all(got["final"][name] == reference["final"][name] > 0 for name in biases)
+    others = got["final"].keys() - biases
+    assert max(abs(got["final"][n] / reference["final"][n] - 1) for n in others) < of_weights
+
+
+@pytest.mark.parametrize("case", EXPERT_CASES)
+def test_experts_agree_with_fsdp2(experts, case):
+    check_experts(experts, case)
+
+
+@pytest.mark.parametrize("case", [case for case in EXPERT_CASES if case.startswith("ep")])
+def test_ranks_share_experts_and_decay_spares_biases(experts, case):
+    got = experts[case]
+    assert got["dtypes"] == ["torch.float32"] and got["tied"]
+    assert got["held"] == experts["ddp fp32"]["held"] // 2
+    # q, k, v, o, the router and two of the experts in each of 2 blocks; embedding and norms.
+    assert got["decay"] == [[0.1, 7 * 2], [0.0, 4 * 2 + 2]]
+    if "init_from" not in case:
+        assert got["initial"] == experts["ddp fp32"]["initial"]
+
+
+def test_a_rank_without_a_token_trains_on(experts):
+    assert experts["ep init_from"]["expert_load"] == [2.0] * 2  # all tokens in two of four
+
+
+def test_recomputed_blocks_count_nothing_twice(experts):
+    """Neither of the two kinds, nor accumulation: all the same numbers of tokens."""
+    for case in ("ep ac_full", "ep ac_selective", "fsdp1 ac_full", "fsdp2 ac_full"):
+        assert experts[case]["expert_load"] == experts["ddp fp32"]["expert_load"]
+
+
+@pytest.mark.drill
+def test_compiled_experts(run_worker):
+    seen = run_worker("compiled experts")
+    for case in seen:
+        check_experts(seen, case)
+    check_graphs(seen, 2)

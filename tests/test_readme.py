@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import INSIDE, ROOT, SCRIPTS, metrics
+from conftest import EXPERTS, INSIDE, ROOT, SCRIPTS, metrics
 
 import common
 
-ALL_SCRIPTS = [*SCRIPTS, *INSIDE, "fsdp2_sft.py"]
+ALL_SCRIPTS = [*SCRIPTS, *INSIDE, EXPERTS, "fsdp2_sft.py"]
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = {page.name: page.read_text() for page in PAGES}

@@ -21,12 +21,14 @@ import common  # noqa: E402
 import ddp_pretrain  # noqa: E402
 import fsdp1_pretrain  # noqa: E402
 import fsdp2_cp_pretrain  # noqa: E402
+import fsdp2_ep_pretrain  # noqa: E402
 import fsdp2_pp_pretrain  # noqa: E402
 import fsdp2_pretrain  # noqa: E402
 import fsdp2_tp_pretrain  # noqa: E402
 
 SCRIPTS = {"ddp": ddp_pretrain, "fsdp1": fsdp1_pretrain, "fsdp2": fsdp2_pretrain}
 SCRIPTS |= {"tp": fsdp2_tp_pretrain, "cp": fsdp2_cp_pretrain, "pp": fsdp2_pp_pretrain}
+SCRIPTS |= {"ep": fsdp2_ep_pretrain}
 COMMON_MODES = {
     "fp32": {},
     "packed": {"batching": "packed"},
@@ -85,6 +87,23 @@ OWN_MODES = {
         "cpu_offload": {"cpu_offload": True},
     },
 }
+# Of a mixture of experts; each of ep's is one of fsdp2's too. All but it are of the dense model.
+EXPERTS = {
+    "fp32": {},
+    "packed": {"batching": "packed"},
+    "no_clip": {"grad_clip": 0.0},
+    "bf16": {"precision": "bf16"},
+    "ac_full": {"activation_checkpointing": "full"},
+    "ac_selective": {"activation_checkpointing": "selective"},
+    "reduce_every": {"reduce_every_micro_batch": True},
+    "keep_after_forward": {"reshard_after_forward": False},
+}
+COMPILED_EXPERTS = {
+    "padded": {"pad_to_multiple_of": 256},
+    "compile": {"compile": True, "pad_to_multiple_of": 256},
+}
+EXPERTS_IN_FEW_MODES = {"ddp": ["fp32", "bf16"], "fsdp1": ["fp32", "ac_full"], "cp": ["fp32"]}
+EXPERTS_IN_FEW_MODES |= {"pp": ["fp32", "packed"], "tp": []}  # tensor parallelism refuses them
 # With torchao, which is optional, and what to compare with.
 FLOAT8 = {
     "fp32": {},
@@ -108,7 +127,15 @@ STEPS = 2
 def modes(name: str, which: str = "plain") -> dict[str, dict]:
     """What a script runs: all modes but the slow ones; of the drill, these and their references."""
     if which == "float8":
-        return {} if name == "tp" else FLOAT8  # tensor parallelism refuses it
+        return {} if name in ("tp", "ep") else FLOAT8  # tensor parallelism refuses it
+    if which == "compiled experts":
+        return COMPILED_EXPERTS if name in ("fsdp2", "ep") else {}
+    if which == "experts":
+        few = EXPERTS_IN_FEW_MODES.get(name, list(EXPERTS))
+        own = {"alone": {"expert_parallel": 1}} if name == "ep" else {}
+        return {mode: EXPERTS[mode] for mode in few} | own
+    if name == "ep":
+        return {}
     every = COMMON_MODES | OWN_MODES[name]
     one_row = ("packed_odd",)  # which does not divide: nothing special where nothing divides it
     left_out = {"ddp": (), "fsdp1": one_row, "fsdp2": one_row}.get(name, ("padded", "large"))
@@ -207,14 +234,15 @@ def train(script, flags: dict, device: torch.device, merge=False, count=False) -
     seen["initial"] = of_all_ranks({name: x.double().sum().item() for name, x in state.items()})
     parameters = [p for group in groups for p in group["params"]]
     seen["held"] = sum(getattr(p, "_local_tensor", p).numel() for p in parameters)
-    seen["losses"], seen["norms"], seen["in_step"] = [], [], True
+    seen["losses"], seen["norms"], seen["expert_load"], seen["in_step"] = [], [], [], True
     for step in range(STEPS):
         batch = training.global_batch(step, *share)
         if merge:
             batch.micro_batches = [merged(batch.micro_batches)]
-        loss, norm = script.train_step(model, optimizer, batch, 1e-2, config, device)
-        seen["losses"].append(loss)
-        seen["norms"].append(norm)
+        measured = script.train_step(model, optimizer, batch, 1e-2, config, device)
+        seen["losses"].append(measured["loss"])
+        seen["norms"].append(measured["grad_norm"])
+        seen["expert_load"].append(measured.get("expert_load"))
         if script is ddp_pretrain:
             seen["in_step"] &= all(same_on_all_ranks(p.detach()) for p in parameters)
     seen["micro_batches"] = len(batch.micro_batches)
@@ -261,6 +289,7 @@ def main() -> None:
             merge, whole_loss = flags.pop("merge", False), script.CHUNK_TOKENS
             script.CHUNK_TOKENS = flags.pop("CHUNK_TOKENS", whole_loss)
             count = mode in ("fp32", "ac_full", "ac_selective", "ac_fraction")
+            count &= which == "plain"  # it is one more step, which would move routers' biases
             kernels = which != "drill" or GENERATED.get(name) == mode
             backend = "inductor" if kernels else "aot_eager"
             torch.nn.Module.compile = partialmethod(COMPILE, backend=backend)
@@ -269,7 +298,7 @@ def main() -> None:
             gc.collect()
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
-        if which == "plain":
+        if which == "plain" and name != "ep" or which == "experts" and name in ("fsdp2", "ep"):
             seen[f"{name} init_from"] = train(script, base | start, device)
             gc.collect()
     write_and_leave(out, seen)
