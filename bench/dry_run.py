@@ -125,6 +125,8 @@ class Watch(collectives.Ledger):
         elif packet in ATTENTION:
             forward, tensors = ATTENTION[packet]
             self.flops += forward(*(x.shape for x in args[:tensors])) // 2  # causal: half of it
+        elif packet is torch.ops.aten._grouped_mm:  # of experts; the registry lacks it too
+            self.flops += 2 * math.prod(args[0].shape[-2:]) * args[1].shape[-1]
         if func._opname == "split_with_sizes_copy":  # FSDP2 takes a gathered tensor apart
             for tensor in kwargs["out"]:
                 self.add(tensor.untyped_storage(), "gathered parameters")
@@ -216,6 +218,26 @@ def unseen(function: Callable) -> Callable:
     return wrapped
 
 
+def exchange_evenly(numbers: torch.Tensor, num_experts: int, group: Any) -> tuple:
+    """A script's `exchange_counts` as if routers chose evenly: fake tensors cannot be counted."""
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+    ranks = group.size()
+    counts = numbers.new_full((ranks, num_experts // ranks), len(numbers) // num_experts)
+    rows = [len(numbers) // ranks] * ranks
+    return all_to_all_single_autograd(counts, None, None, group), rows, rows
+
+
+def of_any_precision(products: Callable) -> Callable:
+    """Shapes of grouped products in fp32 as well, which torch computes, but knows no shapes of."""
+
+    def shapes(a: torch.Tensor, b: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        result = products(a.bfloat16(), b.bfloat16(), *arguments, **keywords)
+        return result.to(a.dtype)
+
+    return shapes
+
+
 def without_others(parallel: type) -> type:
     """DDP that asks no other rank at its start, and whose all-reduce is seen by `Watch`."""
 
@@ -274,11 +296,17 @@ def adapted(script: Any) -> Iterator[None]:
     trial = ShardingPropagator, "_propagate_tensor_meta_non_cached"
     for owner, name in (trial, (DeviceMesh, "__init__")):
         changes.append((owner, name, unseen(getattr(owner, name))))
+    products = torch._meta_registrations._meta_grouped_mm_common
+    changes.append(
+        (torch._meta_registrations, "_meta_grouped_mm_common", of_any_precision(products))
+    )
     changes.append(
         (dist, "new_subgroups_by_enumeration", unseen(dist.new_subgroups_by_enumeration))
     )
     if hasattr(script, "init_device_mesh"):
         changes.append((script, "init_device_mesh", unseen(script.init_device_mesh)))
+    if hasattr(script, "exchange_counts"):
+        changes.append((script, "exchange_counts", exchange_evenly))
     if hasattr(script, "DistributedDataParallel"):
         parallel = without_others(script.DistributedDataParallel)
         changes.append((script, "DistributedDataParallel", parallel))
@@ -309,6 +337,7 @@ class Report:
     calls: list[collectives.Collective]
     flops: int
     root: list[torch.Size]  # shapes of the parameters outside of the transformer blocks
+    experts: list[torch.Size]  # and of those of experts, [experts, ...]
     shape: Any  # the model's configuration
 
     @property
@@ -407,22 +436,26 @@ def dry_run(script: Any, config: Any, vocabulary: int, watch: Watch | None = Non
     blocks = set(next(lists).parameters())
     root = [p.shape for p in part.parameters() if p not in blocks]
     own = sum(p.numel() for p in part.parameters())
+    experts = [p.shape for p in whole.parameters() if p.ndim == 3]
     return Report(
         int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), numbers, own,
         len(batch.micro_batches), watch.elsewhere, *kept,
-        watch.peak, watch.calls, watch.flops, root, shape,
+        watch.peak, watch.calls, watch.flops, root, experts, shape,
     )  # fmt: skip
 
 
 # --- What to say about it -------------------------------------------------------------------------
 
 
-def closed_form(report: Report, script: Any, config: Any, numbers: int) -> tuple[float, str]:
+def closed_form(
+    report: Report, script: Any, config: Any, numbers: float, experts: float = 0
+) -> tuple[float, str]:
     """Bytes that a rank sends in a step by the textbook, for so many parameters; the formula.
 
     P: bytes of the parameters as they are gathered, G: of the gradients as they are reduced, N:
-    ranks, k: micro-batches a step, S: ranks that shard, R: replicas (N = S R). What ranks send
-    inside a layer or along a row (`sent_inside`) is not in it.
+    ranks, k: micro-batches a step, S: ranks that shard, R: replicas (N = S R). With expert
+    parallelism X and Y are P and G of a rank's `experts`, an E-th of all, which are not in
+    `numbers`. What ranks send inside a layer or along a row (`sent_inside`) is not in it.
     """
     gathered, gradients = size_of_compute(config) * numbers, 4 * numbers
     ranks = report.ranks // getattr(config, "tensor_parallel", 1)  # that have the same part
@@ -439,6 +472,10 @@ def closed_form(report: Report, script: Any, config: Any, numbers: int) -> tuple
     shards = shards_of(report, config)
     sent = (gathers * passes * gathered + reductions * gradients) * (shards - 1) / shards
     formula = f"({times}P + {'k' if every else ''}G)(S-1)/S"
+    if hasattr(config, "expert_parallel"):
+        each = gathers * passes * size_of_compute(config) + reductions * 4
+        sent += each * experts * (ranks - config.expert_parallel) / ranks
+        formula += f" + ({times}X + {'k' if every else ''}Y)(N-E)/N"
     if shards == ranks:
         return sent, formula.replace("S", "N")
     replicas = ranks // shards
@@ -477,16 +514,19 @@ def shards_of(report: Report, config: Any) -> int:
         return report.ranks // config.tensor_parallel
     if hasattr(config, "pipeline_parallel"):
         return report.ranks // config.pipeline_parallel // config.dp_replicate
+    if hasattr(config, "expert_parallel"):
+        return report.ranks
     return next((call.ranks for call in report.calls if call.kind == "all-gather"), 1)
 
 
 def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
-    """Bytes that a rank sends in the blocks for tensor or context parallelism or between stages,
-    their formula, and what embedding, norms, head and loss add.
+    """Bytes that a rank sends in the blocks for tensor, context or expert parallelism or between
+    stages, their formula, and what embedding, norms, head and loss add.
 
-    L: blocks, T or C: ranks that share a layer or a row, A: bytes of a micro-batch's [tokens,
-    hidden size], Q and K: of its queries and keys (these as often as C exceeds their heads). R
-    blocks are computed again, up to the last tensor that backward needs, and send again.
+    L: blocks, T, C or E: ranks that share a layer, a row or the experts, A: bytes of a
+    micro-batch's [tokens, hidden size], A': these for each expert of a token, Q and K: of its
+    queries and keys (these as often as C exceeds their heads). R blocks are computed again, up to
+    the last tensor that backward needs, and send again.
     """
     shape, (rows, width) = report.shape, rows_of(config)
     tokens, size = rows * width * report.micro_batches, size_of_compute(config)
@@ -508,6 +548,11 @@ def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
         share = tokens * width * size * (ranks - 1) / ranks**2
         times = "(4L+2R)" if again else "4L"
         return (4 * blocks + 2 * again) * share, f" + {times}k(Q+K)(C-1)/C²", 0.0
+    if ranks := getattr(config, "expert_parallel", 0):
+        layers, chosen = len(report.experts) // 2, shape.num_experts_per_tok
+        share = chosen * tokens * shape.hidden_size * size * (ranks - 1) / ranks
+        times = "(4L+2R)" if again else "4L"  # a token goes to each of its experts and back
+        return (4 * layers + 2 * again) * share, f" + {times}kA'(E-1)/E", 0.0
     if (stages := getattr(config, "pipeline_parallel", 1)) > 1:
         stage = report.rank * stages // report.ranks
         neighbours = 1 if stage in (0, stages - 1) else 2
@@ -527,11 +572,23 @@ def closed_form_of(report: Report, script: Any, config: Any) -> tuple[float, str
     gathered once, not twice.
     """
     together = getattr(config, "tensor_parallel", 1)  # ranks that have a part of each layer
-    expected, formula = closed_form(report, script, config, report.own // together)
     shards, parts = shards_of(report, config), {}
+    numbers, held = report.own // together, report.parameters * shards // 4
+    experts = held_experts = 0
+    if share := getattr(config, "expert_parallel", 0):
+        groups = report.ranks // share
+        for number, rows, columns in report.experts:
+            number //= share
+            experts += number * rows * columns
+            if groups > number and rows % groups == 0:
+                held_experts += number * rows * columns  # sharded by rows, with nothing to pad
+            else:
+                held_experts += math.ceil(number / groups) * groups * rows * columns
+        numbers -= experts * share
+        held -= held_experts * share
+    expected, formula = closed_form(report, script, config, numbers, experts)
     if script.__name__ != "ddp_pretrain" and shards > 1:
-        held = report.parameters * shards // 4
-        padding = closed_form(report, script, config, held)[0] - expected
+        padding = closed_form(report, script, config, held, held_experts)[0] - expected
         # FSDP2 shards rows; those of matrices the ranks of a layer have shared out already.
         root = [
             [shape[0] // together if len(shape) > 1 else shape[0], shape[1:].numel()]

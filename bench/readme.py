@@ -9,12 +9,14 @@ A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of
     fsdp2_pretrain fsdp2_tp_pretrain
     fsdp2_pretrain fsdp2_cp_pretrain
     fsdp2_pretrain fsdp2_pp_pretrain
+    fsdp2_pretrain fsdp2_ep_pretrain
     fsdp2_pretrain fsdp2_sft
     flags                            all flags with default and meaning, from the scripts
     traffic                          what a strategy keeps and moves (bench/strategies.py)
     choosing                         which script fits where, of docs/choosing.json
     inside                           tensor and context parallel, of docs/inside.json
     stages                           pipelines across machines, of docs/stages.json
+    experts                          a mixture of experts on many GPUs, of docs/experts.json
     bubble                           what stages wait, of docs/bubble.json
     pretraining, fine-tuning, steps  speed beside bare loops and libraries, of docs/compare.json
 
@@ -57,7 +59,7 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             "are gathered, so bf16 also halves what travels; and the residual stream is bf16 "
             "too, which autocast keeps in fp32.",
             ["Give the model memory", "FSDP1 wraps each block", "initialize(model.modules()",
-             "def wrap_policy", "auto_wrap_policy="],
+             "def wrap_policy", "auto_wrap_policy=", "model = model.module"],
         ),
         (
             "FSDP1 puts each block into a module of its own, whose name is taken out again, so "
@@ -197,13 +199,46 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             ["norm of the whole model's", "norms = ["],
         ),
     ],
+    ("fsdp2_pretrain", "fsdp2_ep_pretrain"): [
+        (
+            "The experts of a block are dealt over E neighbouring ranks. Each of them trains on "
+            "micro-batches of its own, so every rank counts for the data. (Replicas and "
+            "offloading are left out here.)",
+            ['"tiny-moe",', "expert_parallel: PositiveInt", "% self.expert_parallel",
+             "must divide {world_size}", "dp_replicate: PositiveInt", "compiler has to leave out"],
+        ),
+        (
+            "In place of a layer's own computation of its experts: a token's row is sent to the "
+            "ranks that have the experts which its router chose, computed there and sent back. How "
+            "many rows will come is not known before, so the numbers are exchanged first, and the "
+            "CPU waits for them.",
+            ["send_to_experts"],
+        ),
+        (
+            "Two meshes: a rank's experts are sharded over the ranks that have the same ones, "
+            "everything else over all ranks.",
+            ["Deal experts over", "check_model(model, config)", "all_ranks", "shard = partial(",
+             "Experts come before their block", "deal_experts(", "summed gradient of its rows"],
+        ),
+        (
+            "An expert has seen the tokens of all ranks of its group. A mean over ranks would "
+            "therefore be another one for experts than for the rest, so gradients are sums, and "
+            "the loss is divided by the labels alone.",
+            ["no mean over ranks", "set_requires_all_reduce", "All-gathers and all-to-alls"],
+        ),
+        (
+            "On whichever mesh: every number of a gradient is on one rank alone, and so the "
+            "squares of all ranks add up to the norm's.",
+            ["squared_norm"],
+        ),
+    ],
     ("fsdp2_pretrain", "fsdp2_sft"): [
         (
             "Conversations have their own columns, are longer than functions and are cut rather "
             "than split, and a model that has been trained already wants smaller steps and fewer "
             "of them.",
             ["dataset: str", "max_length: PositiveInt", '"token positions of', '"optimizer steps',
-             "learning_rate: PositiveFloat"],
+             "learning_rate: PositiveFloat", "1e-3,"],
         ),
         (
             "The text of a conversation: single tokens open and close a turn, and `generation` "
@@ -269,7 +304,7 @@ def flags() -> str:
     """All flags of the scripts: default (of each script that has another one) and meaning."""
     lines = ["| flag | default | |", "| --- | --- | --- |"]
     scripts = ["fsdp2_pretrain", "fsdp1_pretrain", "ddp_pretrain", "fsdp2_tp_pretrain"]
-    scripts += ["fsdp2_cp_pretrain", "fsdp2_pp_pretrain", "fsdp2_sft"]
+    scripts += ["fsdp2_cp_pretrain", "fsdp2_pp_pretrain", "fsdp2_ep_pretrain", "fsdp2_sft"]
     configs = {script: importlib.import_module(script).Config for script in scripts}
     fields = {
         script: {f.name: f for f in dataclasses.fields(configs[script])} for script in scripts
@@ -301,6 +336,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "inside": strategies.inside_table,
         "stages": strategies.stages_table,
         "bubble": bubble.bubble_table,
+        "experts": strategies.experts_table,
         "steps": lambda: compare.steps_table(compared),
     }
     for work in ("pretraining", "fine-tuning"):

@@ -4,6 +4,7 @@
     python bench/strategies.py choosing     which script fits where: docs/choosing.json (minutes)
     python bench/strategies.py inside       tensor and context parallel: docs/inside.json (minutes)
     python bench/strategies.py stages       pipelines over slow links: docs/stages.json (minutes)
+    python bench/strategies.py experts      a mixture of experts: docs/experts.json (minutes)
     python bench/strategies.py timeline     what is held and moved over a step: docs/timeline.png
     python bench/strategies.py ranks        memory and traffic over the ranks: docs/ranks.png
 
@@ -13,8 +14,10 @@ choosing: Qwen2.5's shapes, micro-batches of 4,096 tokens in rows of 2,048, bf16
 replicas; a setting fits if it leaves a tenth of the GPU free. inside: the same shapes on 8 ranks,
 micro-batches of one row, full activation checkpointing, bf16. stages: the 7B shape on two machines
 of 8 GPUs, 2^20 tokens a step in micro-batches of a row of 8,192, full activation checkpointing,
-bf16; of a pipeline the stage that keeps or sends more. timeline: 6 blocks of qwen2-0.5b's width on
-8 ranks, time in FLOPs. ranks: qwen2-0.5b, a micro-batch of 4,096 tokens a rank and step.
+bf16; of a pipeline the stage that keeps or sends more. experts: qwen3-30b-a3b, one micro-batch of
+8,192 tokens a rank, full activation checkpointing, bf16, experts evenly used. timeline: 6 blocks of
+qwen2-0.5b's width on 8 ranks, time in FLOPs. ranks: qwen2-0.5b, a micro-batch of 4,096 tokens a
+rank and step.
 """
 
 import copy
@@ -65,6 +68,8 @@ ACROSS: dict[str, tuple[str, dict[str, Any]]] = {  # of two machines of 8 GPUs
 }
 STEP = 2**20  # tokens of an optimizer step
 FILE_STAGES = ROOT / "docs/stages.json"
+SHARED_EXPERTS = 8  # ranks that share the experts, a machine
+FILE_EXPERTS = ROOT / "docs/experts.json"
 
 
 # --- Traffic, by formula --------------------------------------------------------------------------
@@ -306,6 +311,50 @@ def stages_table() -> str:
     return "\n".join(lines)
 
 
+# --- Experts --------------------------------------------------------------------------------------
+
+
+def experts() -> None:
+    """Compute the table: GPUs -> with and without expert parallelism, GiB and GB of a rank."""
+    seen: dict[str, dict[str, dict[str, float]]] = {}
+    flags = {"max_length": ROW // 2, "micro_batch_tokens": ROW} | FULL
+    for ranks in (8, 64, 512):
+        seen[str(ranks)] = {}
+        for strategy, own in (("fsdp2", {}), ("fsdp2_ep", {"expert_parallel": SHARED_EXPERTS})):
+            made = report(strategy, "qwen3-30b-a3b", 151936, ranks, **flags, **own)
+            exchanged = sum(call.sent for call in made.calls if call.kind == "all-to-all")
+            seen[str(ranks)][strategy] = {
+                "gib": made.on_device / GIB,
+                "sent": made.sent / 1e9,
+                "exchanged": exchanged / 1e9,
+            }
+            print(ranks, strategy, seen[str(ranks)][strategy], flush=True)
+    FILE_EXPERTS.write_text(json.dumps(seen, indent=1) + "\n")
+    print(experts_table())
+
+
+def experts_table() -> str:
+    """Markdown: what a rank keeps and sends; up to which micro-batch expert parallelism sends less.
+
+    What is exchanged grows with the tokens, what is gathered and reduced does not.
+    """
+    lines = [
+        f"| GPUs | FSDP2: peak | sends | {SHARED_EXPERTS} ranks share experts: peak | gathers and "
+        "reduces | exchanges | sends less up to |",
+        "| --- " * 7 + "|",
+    ]
+    for ranks, row in json.loads(FILE_EXPERTS.read_text()).items():
+        alone, shared_out = row["fsdp2"], row["fsdp2_ep"]
+        rest = shared_out["sent"] - shared_out["exchanged"]
+        tokens = ROW * (alone["sent"] - rest) / shared_out["exchanged"]
+        lines.append(
+            f"| {ranks} | {alone['gib']:.1f} GiB | {alone['sent']:,.0f} GB | "
+            f"{shared_out['gib']:.1f} GiB | {rest:,.0f} GB | {shared_out['exchanged']:,.0f} GB | "
+            f"{tokens:,.0f} tokens |"
+        )
+    return "\n".join(lines)
+
+
 # --- Pictures -------------------------------------------------------------------------------------
 
 HELD = {  # what is resident, and its colour
@@ -314,6 +363,10 @@ HELD = {  # what is resident, and its colour
 }  # fmt: skip
 MOVES = {"all-gather": "#e76f51", "reduce-scatter": "#2a9d8f", "all-reduce": "#6a4c93"}
 MOVES |= {"all-to-all": "#b5838d", "send": "#606c38"}
+REMARKS = {
+    "fsdp2_pp": " (first stage, two micro-batches)",
+    "fsdp2_ep": " (each block has 8 experts of a quarter of the width; a token uses 2)",
+}
 COLOURS = {"ddp": "#e76f51", "fsdp1": "#f2a65a", "fsdp2": "#1d3557"}
 
 
@@ -339,16 +392,28 @@ class Recorder(Watch):
         self.moves.append((self.flops, self.calls[-1]))
 
 
+def mixture() -> Any:
+    """6 blocks as those of the other strategies' model, with experts in place of one network."""
+    from transformers import MiniMaxM2Config
+
+    return MiniMaxM2Config(
+        vocab_size=50304, hidden_size=896, intermediate_size=1216, num_hidden_layers=6,
+        num_attention_heads=14, num_key_value_heads=2, head_dim=64, num_local_experts=8,
+        num_experts_per_tok=2, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+
+
 def timeline() -> None:
     pyplot = shared.plotting()
     own: dict[str, dict[str, int]] = {name: {} for name in STRATEGIES}
     own |= {"fsdp2_tp": {"tensor_parallel": 2}, "fsdp2_cp": {"context_parallel": 2}}
-    own |= {"fsdp2_pp": {"pipeline_parallel": 2}}
-    figure, axes = pyplot.subplots(len(own), 1, figsize=(9, 14), dpi=150)
+    own |= {"fsdp2_pp": {"pipeline_parallel": 2}, "fsdp2_ep": {"expert_parallel": 2}}
+    figure, axes = pyplot.subplots(len(own), 1, figsize=(9, 16), dpi=150)
     for axis, (strategy, flags) in zip(axes, own.items()):
         seen = Recorder()
         with tempfile.TemporaryDirectory() as folder:
-            qwen2(896, 4864, 6, 14, 2, 50304).save_pretrained(folder)
+            shape = mixture() if strategy == "fsdp2_ep" else qwen2(896, 4864, 6, 14, 2, 50304)
+            shape.save_pretrained(folder)
             report(strategy, folder, 50304, 8, seen, **flags)
         start = next(i for i, (flops, _) in enumerate(seen.moments) if flops)
         times = [flops / 1e12 for flops, _ in seen.moments[start:]]
@@ -361,8 +426,8 @@ def timeline() -> None:
                 axis.plot(flops / 1e12, height, "v", color=MOVES[call.kind], markersize=5)
         axis.set_ylim(0, 1.2 * top)
         axis.set_ylabel("MiB of a rank")
-        stage = " (first stage, two micro-batches)" if strategy == "fsdp2_pp" else ""
-        axis.set_title(f"{strategy}_pretrain.py{stage}", fontsize=9, loc="left")
+        title = f"{strategy}_pretrain.py{REMARKS.get(strategy, '')}"
+        axis.set_title(title, fontsize=9, loc="left")
     for kind, colour in MOVES.items():
         axes[0].plot([], [], "v", color=colour, label=kind)
     axes[0].legend(frameon=False, fontsize=7, ncol=5, loc="upper center", bbox_to_anchor=(0.5, 1.4))
@@ -391,7 +456,7 @@ def ranks() -> None:
 def main() -> None:
     made = {
         "traffic": lambda: print(traffic_table()), "choosing": choosing, "inside": inside,
-        "stages": stages, "timeline": timeline, "ranks": ranks,
+        "stages": stages, "experts": experts, "timeline": timeline, "ranks": ranks,
     }  # fmt: skip
     reader = shared.parser(__doc__)
     reader.add_argument("what", choices=made)
