@@ -122,7 +122,7 @@ def traffic_table(ranks: int = 8) -> str:
         ),
         (
             "`fsdp2_pp_pretrain.py`, S = 2, k = 2",
-            "S/N of its stage: a S-th of the blocks, and embedding or head; in a step its stage's "
+            "S/N of its stage: an S-th of the blocks, and embedding or head; in a step its stage's "
             "parameters and gradients whole, and activations of S micro-batches",
             16 * stage_gb * 2 / ranks,
             "as FSDP2 of a stage on N/S ranks, with one all-gather a step whatever k; kA to each "
