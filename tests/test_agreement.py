@@ -128,12 +128,13 @@ def check_tied_copies(directory: Path) -> None:
     assert torch.equal(*copies.values())
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize(
     "tied, own",
     [
         (True, {}),
-        pytest.param(False, {}, marks=pytest.mark.drill),
-        pytest.param(False, {"batching": "packed", "grad_clip": 0.3}, marks=pytest.mark.drill),
+        (False, {}),
+        (False, {"batching": "packed", "grad_clip": 0.3}),
     ],
     ids=["tied", "untied", "packed, clipped"],
 )

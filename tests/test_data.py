@@ -434,7 +434,11 @@ def embedded(corpus: str) -> common.Rows:
 
 
 @pytest.mark.parametrize(
-    "corpus, max_length, times", [("stdlib", 512, 8), ("stdlib-docstrings", 2048, 4)]
+    "corpus, max_length, times",
+    [
+        ("stdlib", 512, 8),
+        pytest.param("stdlib-docstrings", 2048, 4, marks=pytest.mark.drill),
+    ],
 )
 def test_embedded_corpora_fill_the_budget_with_little_padding(corpus, max_length, times):
     """Padding at most 1 %, at least 94 % of the budget is tokens; packed 99 %."""

@@ -139,10 +139,18 @@ def test_accumulation_costs_ddp_no_memory(two_blocks):
 BUCKETS = pytest.mark.xfail(
     strict=True, reason="buckets follow the parameters reversed, not the gradients' true order"
 )
+
+
+def is_long(case: str) -> bool:
+    """Pipelines have two kinds of ranks to predict, and small mixtures of experts are not small."""
+    _, name, mode = case.split()
+    return case.startswith("4") or name[6:8] in ("pp", "ep") and mode != "plain"
+
+
 CASES = [
     pytest.param(
         case,
-        marks=[pytest.mark.drill] * (ranks == 4) + [BUCKETS] * case.endswith("buckets"),
+        marks=[pytest.mark.drill] * is_long(case) + [BUCKETS] * case.endswith("buckets"),
     )
     for ranks in (2, 4)
     for case in cases(ranks, "")

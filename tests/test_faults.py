@@ -203,7 +203,7 @@ def test_a_rank_that_fails_speaks_alone(flags, tmp_path, ranks, script):
 @pytest.mark.parametrize(
     "script, late, own",
     [
-        ("fsdp2_pretrain", 1, {"dp_replicate": 2}),
+        pytest.param("fsdp2_pretrain", 1, {"dp_replicate": 2}, marks=pytest.mark.drill),
         pytest.param(
             "fsdp2_pp_pretrain", 0, {"global_batch_tokens": 1024}, marks=pytest.mark.drill
         ),
@@ -695,12 +695,15 @@ def test_a_pipeline_passes_torchs_own_checks(flags, tmp_path, monkeypatch):
         ("fsdp2_tp_pretrain", "false", 4, 2048),
         ("fsdp2_cp_pretrain", "true", 4, 8192),
         ("fsdp2_pp_pretrain", "true", 4, 8192),
+        ("fsdp2_ep_pretrain", "false", 4, 8192),
     ],
 )
 def test_a_run_killed_again_and_again_ends_as_if_nothing_had_happened(
-    flags, tmp_path, script, background, kills, tokens
+    flags, mixture_directory, tmp_path, script, background, kills, tokens
 ):
     """With global batches that make steps slow enough to be hit."""
+    if script == "fsdp2_ep_pretrain":
+        flags = flags | {"model": mixture_directory}
     flags = flags | {"steps": 3 * kills, "checkpoint_every": 2, "async_checkpoint": background}
     flags |= {"global_batch_tokens": tokens}
     whole, storm = tmp_path / "whole", tmp_path / "storm"

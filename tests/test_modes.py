@@ -118,6 +118,7 @@ def test_parameters_are_fp32_tied_and_sharded(seen, case):
     assert [decay for decay, _ in got["decay"]] == [0.1, 0.0]
 
 
+@pytest.mark.drill
 def test_float8_is_of_the_linear_layers_of_blocks(run_worker):
     """Seven in each of 2 blocks, and not the head; parameters keep their names. On CPUs too."""
     apart = ROOT / ".venv/torchao"  # where .ci/run puts it
@@ -235,11 +236,13 @@ def check_experts(seen: dict, case: str) -> None:
     assert max(abs(got["final"][n] / reference["final"][n] - 1) for n in others) < of_weights
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("case", EXPERT_CASES)
 def test_experts_agree_with_fsdp2(experts, case):
     check_experts(experts, case)
 
 
+@pytest.mark.drill
 @pytest.mark.parametrize("case", [case for case in EXPERT_CASES if case.startswith("ep")])
 def test_ranks_share_experts_and_decay_spares_biases(experts, case):
     got = experts[case]
@@ -251,10 +254,12 @@ def test_ranks_share_experts_and_decay_spares_biases(experts, case):
         assert got["initial"] == experts["ddp fp32"]["initial"]
 
 
+@pytest.mark.drill
 def test_a_rank_without_a_token_trains_on(experts):
     assert experts["ep init_from"]["expert_load"] == [2.0] * 2  # all tokens in two of four
 
 
+@pytest.mark.drill
 def test_recomputed_blocks_count_nothing_twice(experts):
     """Neither of the two kinds, nor accumulation: all the same numbers of tokens."""
     for case in ("ep ac_full", "ep ac_selective", "fsdp1 ac_full", "fsdp2 ac_full"):
