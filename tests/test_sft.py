@@ -519,6 +519,7 @@ def model():
     torch.manual_seed(0)
     made = Qwen2ForCausalLM._from_config(small_shape(), attn_implementation="documents")
     made.plain_forward = made.forward
+    fsdp2_sft.find_experts(made)
     made.forward = functools.partial(fsdp2_sft.forward_with_loss, made, fsdp2_sft.chunk_loss)
     return made
 
