@@ -874,7 +874,9 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         [stage * data_parallel_size + rank for stage in range(num_stages)]
         for rank in range(data_parallel_size)
     ]
-    pipeline, _ = dist.new_subgroups_by_enumeration(columns, group_desc="pipeline")
+    # gloo waits for a send as long as the group was told to when it was made.
+    timeout = timedelta(minutes=config.timeout_minutes)
+    pipeline, _ = dist.new_subgroups_by_enumeration(columns, timeout=timeout, group_desc="pipeline")
     stage = dist.get_rank() // data_parallel_size
     model.stage = PipelineStage(
         model,
