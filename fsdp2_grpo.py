@@ -1,0 +1,1792 @@
+"""Reinforcement learning with FSDP2 (GRPO): fsdp2_sft.py, on answers that the model samples itself.
+
+    torchrun --standalone --nproc-per-node=2 fsdp2_grpo.py --init_from runs/fsdp2_sft
+
+`diff fsdp2_sft.py fsdp2_grpo.py` is what reinforcement learning changes: where answers come from,
+the loss, and that a model which is in shards has to sample.
+
+A step samples a group of answers to each of some prompts, and `reward` gives each of them a number.
+The advantage of an answer is its reward less the mean of its group, so no second model has to learn
+what a prompt is worth (GRPO, arXiv 2402.03300). Tokens of answers that are better than their group
+become likelier, those of worse ones less likely. Nothing is divided by the deviation of the group,
+which would make a rare slip at an easy prompt count as much as a prompt in doubt, nor by the length
+of an answer (Dr. GRPO, arXiv 2503.20783): every token of the global batch counts the same.
+
+What a rank keeps: 1/N of all parameters, gradients and AdamW moments (N ranks); while a block
+computes, that block's parameters whole. While answers are sampled: all parameters whole, and of its
+own answers the keys and values, 2 x layers x key-value heads x head size a token.
+
+What moves in a step, with P the bytes of the model: one all-gather of all parameters, P(N-1)/N;
+then nothing while a rank samples, however long its answers are; the tokens of the answers, to all
+ranks; and for training what fsdp2_sft.py moves.
+"""
+
+import ast
+import contextlib
+import copy
+import gc
+import math
+import numbers
+import os
+import re
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from pydoc_data.topics import topics
+from typing import Annotated, Any, Literal, NamedTuple
+
+import datasets
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic.dataclasses import dataclass
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.cache_utils import DynamicCache
+from transformers.integrations.sdpa_attention import repeat_kv
+from transformers.utils.chat_template_utils import render_jinja_template
+
+import common
+from common import flag
+
+# --- Config ---------------------------------------------------------------------------------------
+
+# What the end of a run suggests to try next.
+NEXT_COMMAND = "README.md shows how to chat with {run_dir}/hf"
+
+
+@dataclass(config=ConfigDict(allow_inf_nan=False))
+class Config:
+    # model
+    model: str = flag(
+        "tiny",
+        "tiny, qwen2-0.5b; tiny-moe, qwen3-30b-a3b (mixtures of experts); or a directory or hub id "
+        "with a config.json",
+    )
+    init_from: str | None = flag(
+        None,
+        "weights to start from: a run directory, or a Hugging Face directory or hub id. Its model "
+        "and tokenizer take the place of --model and --tokenizer, unless these are given",
+    )
+    tokenizer: str = flag("bytes", "bytes, a tiktoken encoding (gpt2), or a directory or hub id")
+
+    # data
+    dataset: str = flag(
+        "stdlib-docstrings", "stdlib-docstrings, hub id, or .parquet .jsonl file, glob or URL"
+    )
+    dataset_config: str | None = flag(None, "configuration name of a hub dataset")
+    dataset_split: str = flag("train", "split, as in datasets.load_dataset")
+    max_length: PositiveInt = flag(
+        512, "longest row in tokens, prompt and answer; longer prompts are left out"
+    )
+    answer_length: PositiveInt = flag(
+        128, "longest answer in tokens; one that has not ended by then gets a reward of 0"
+    )
+    pad_to_multiple_of: PositiveInt = flag(1, "row lengths are rounded up to a multiple of this")
+    batching: Literal["bucketed", "packed"] = flag(
+        "bucketed",
+        "bucketed: rows of similar length, padded on the right; packed: whole documents fill one "
+        "row, and attention stays within each",
+    )
+    micro_batch_tokens: PositiveInt = flag(
+        4096, "token positions of one forward pass of one rank, padding included"
+    )
+
+    # sampling and reward
+    prompts: PositiveInt = flag(16, "prompts of a step, over all ranks")
+    answers: Annotated[int, Field(ge=2)] = flag(8, "answers to each prompt, a group")
+    sample_prompts: PositiveInt = flag(
+        16, "prompts that a rank samples answers to at a time: sets the memory of keys and values"
+    )
+    inner_steps: PositiveInt = flag(1, "optimizer steps on the answers of a step")
+    clip_low: Annotated[float, Field(ge=0, le=1)] = flag(
+        0.2, "how far a token's probability counts when it falls, as a ratio to the sampled one's"
+    )
+    clip_high: NonNegativeFloat = flag(0.28, "how far it counts when it rises")
+    reference_weight: NonNegativeFloat = flag(
+        0.0,
+        "weight in the loss of the divergence from the model of --init_from; above 0 that model is "
+        "kept too, in shards",
+    )
+
+    # optimization
+    steps: Annotated[int, Field(ge=0, lt=10**8)] = flag(
+        80, "steps of the whole run, each with new answers; 0 prepares the data and ends"
+    )
+    learning_rate: PositiveFloat = flag(5e-4, "peak learning rate of AdamW")
+    min_learning_rate: NonNegativeFloat = flag(5e-5, "learning rate at the end of the cosine")
+    warmup_steps: NonNegativeInt = flag(5, "steps of linear warm-up")
+    weight_decay: NonNegativeFloat = flag(
+        0.1, "weight decay of matrices; embeddings, norms and biases have none"
+    )
+    grad_clip: NonNegativeFloat = flag(1.0, "clip gradients to this norm; 0 does not clip")
+    balance_rate: NonNegativeFloat = flag(
+        1e-3,
+        "what the bias of a router changes by in a step, so that all experts get as many tokens; "
+        "for mixtures of experts that have one (DeepSeek-V3: 0.001, in many more steps)",
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = flag(0, "seed of initial weights and data order")
+
+    # precision, memory and speed
+    precision: Literal["auto", "fp32", "bf16", "float8"] = flag(
+        "auto",
+        "precision of compute; auto is bf16 on GPUs that have it and fp32 elsewhere; float8 is "
+        "bf16 with the products of blocks' linear layers in float8 (torchao, rowwise scales)",
+    )
+    activation_checkpointing: Annotated[str, Field(pattern=r"^(none|full|selective|0?\.\d+)$")] = (
+        flag("none", "none, full, selective, or a fraction of the blocks such as 0.5")
+    )
+    compile: bool = flag(False, "compile each transformer block on its own")
+
+    # validation and checkpoints
+    eval_every: PositiveInt = flag(20, "steps between validations; there is one before the first")
+    eval_prompts: PositiveInt = flag(64, "held-out prompts of one validation, over all ranks")
+    eval_answers: PositiveInt = flag(4, "answers to each of them")
+    checkpoint_every: PositiveInt = flag(20, "steps between checkpoints; the last step has one")
+    keep_checkpoints: PositiveInt = flag(
+        2, "how many of the newest checkpoints stay; the best by validation reward stays too"
+    )
+    checkpoint_style: Literal["stateful", "separate"] = flag(
+        "separate",
+        "stateful: model and optimizer in one Stateful object; separate: a directory for each. "
+        "Either is read by every script",
+    )
+    async_checkpoint: bool = flag(False, "train on while a checkpoint is written")
+    resume: str = flag(
+        "auto",
+        "auto, never, or a checkpoint's path (it holds a pickle: load only those you trust)",
+    )
+
+    # the run
+    run_dir: str = flag("runs/fsdp2_grpo", "directory of everything that the run writes")
+    timeout_minutes: Annotated[float, Field(ge=0.05)] = flag(
+        10.0, "longest wait for another rank, in minutes"
+    )
+    trace_steps: list[PositiveInt] | None = flag(None, "first and last step to profile")
+    wandb_project: str | None = flag(None, "Weights & Biases project to log to as well")
+
+    # this strategy
+    reshard_after_forward: bool = flag(
+        True, "free a block's whole parameters after its forward and gather them for backward again"
+    )
+    dp_replicate: PositiveInt = flag(1, "replicas of the sharded model (hybrid sharding, HSDP)")
+    cpu_offload: bool = flag(False, "keep parameters, gradients and moments in CPU memory")
+    reduce_every_micro_batch: bool = flag(
+        False, "reduce gradients after every micro-batch: less memory, more traffic"
+    )
+
+    def __post_init__(self) -> None:
+        """Check what flags mean together; the limits of each one stand beside it."""
+        if self.precision == "auto":
+            # Before Ampere, GPUs only emulate bf16.
+            bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
+            self.precision = "bf16" if bf16 else "fp32"
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError("--min_learning_rate is above --learning_rate")
+        multiple = self.pad_to_multiple_of
+        padded_length = math.ceil(self.max_length / multiple) * multiple
+        if padded_length > self.micro_batch_tokens:
+            raise ValueError("--micro_batch_tokens cannot hold a row of --max_length, padded")
+        if self.trace_steps is not None:
+            if len(self.trace_steps) != 2:
+                raise ValueError("--trace_steps takes two numbers, a first and a last step")
+            first, last = self.trace_steps
+            if not first <= last <= self.steps:
+                raise ValueError("--trace_steps are a first and a last step of the run")
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        if self.steps and world_size % self.dp_replicate:
+            raise ValueError(
+                f"--dp_replicate {self.dp_replicate} does not divide {world_size} ranks"
+            )
+        if self.prompts % world_size:
+            larger = (self.prompts // world_size + 1) * world_size
+            raise ValueError(
+                f"--prompts {self.prompts} is no multiple of {world_size} ranks; {larger} would be"
+            )
+        if self.reference_weight and not self.init_from:
+            raise ValueError("--reference_weight: the reference is the model of --init_from")
+        if self.answer_length >= self.max_length:
+            raise ValueError("--answer_length leaves no room for a prompt in --max_length")
+
+
+# --- Process group and device ---------------------------------------------------------------------
+
+
+def init_process_group(config: Config) -> torch.device:
+    """Join the ranks that torchrun started; returns the device of this one."""
+    timeout = timedelta(minutes=config.timeout_minutes)
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo", timeout=timeout)
+        return torch.device("cpu")
+    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if ranks > gpus:
+        advice = f'--nproc-per-node={gpus}, or CUDA_VISIBLE_DEVICES="" to train on CPUs'
+        common.refuse(f"{ranks} ranks cannot share {gpus} GPUs: take {advice}")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    if config.precision == "fp32":
+        # Matrix products take TF32, 10 bits of mantissa for 23: several times as fast.
+        torch.set_float32_matmul_precision("high")
+    # Rows of many lengths would leave memory in pieces that fit no other length.
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    # cuDNN's attention plans a kernel for each new shape, which takes longer than many runs of it.
+    torch.backends.cuda.enable_cudnn_sdp(config.pad_to_multiple_of > 1)
+    common.activate_flash_attention()
+    # gloo beside NCCL serves what lies in CPU memory: Python objects and offloaded gradients.
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+    return device
+
+
+# --- Conversations --------------------------------------------------------------------------------
+
+ROLES = {"human": "user", "gpt": "assistant"}  # as in ShareGPT's columns
+# What a message or a row may hold beside its text, and what no template here would bring out.
+BEYOND_TEXT = [
+    "tool_calls", "function_call", "tools", "functions",
+    "images", "image", "audio", "audios", "videos", "video",
+    "reasoning", "reasoning_content", "thinking", "thought",
+]  # fmt: skip
+NOTHING = ["None", "", "[]", "{}", "null"]  # as what is not there may be written
+CONVERSATIONS = [
+    *("messages", "conversations", "prompt", "completion", "system", "chat_template_kwargs"),
+    *BEYOND_TEXT,
+]
+
+
+def read_conversation(row: dict[str, Any]) -> tuple[list[dict[str, str]], int]:
+    """Messages (role, content) of a row in any of the known forms, and how many answers to learn.
+
+    Of `messages` or `conversations` every answer is learned; a `prompt` beside them is their first
+    question once more. Of `prompt` and `completion` the answers in the completion are learned.
+
+    Raises:
+        ValueError: why the row is left out.
+    """
+    refuse_beyond_text(row)
+    arguments = row.get("chat_template_kwargs") or {}
+    if not isinstance(arguments, dict) or any(value is not None for value in arguments.values()):
+        raise ValueError("hold arguments of a template")
+    turns = row.get("messages") or row.get("conversations")
+    if isinstance(turns, str):
+        raise ValueError("hold no messages")
+    messages = read_messages(row.get("system"), "system")
+    if turns is None or turns == []:
+        messages += read_messages(row.get("prompt"), "user")
+        turns = row.get("completion")
+    answered = read_messages(turns, "assistant")
+    answers = sum(message["role"] == "assistant" for message in answered)
+    if not answers:
+        raise ValueError("hold no answer")
+    return messages + answered, answers
+
+
+def refuse_beyond_text(item: dict[str, Any]) -> None:
+    """ValueError if a row or a message holds what is no text."""
+    if any(item.get(name) and str(item[name]) not in NOTHING for name in BEYOND_TEXT):
+        raise ValueError("hold tools, thoughts or media beside the text")
+
+
+def read_messages(value: Any, role: str) -> list[dict[str, str]]:
+    """The messages of a column: a list of them, or one: as a dict, or as a text of that role."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        value = {"role": role, "content": value}
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list):
+        raise ValueError("hold no messages")
+    return [read_message(message) for message in value]
+
+
+def read_message(message: dict[str, Any]) -> dict[str, str]:
+    """Role and content of a message; ValueError if it is no message, or more than text."""
+    if not isinstance(message, dict):
+        raise ValueError("hold no messages")
+    refuse_beyond_text(message)
+    if message.get("weight") == 0:
+        raise ValueError("hold messages of weight 0, not to be learned")
+    role = message.get("role") or message.get("from")
+    content = message.get("content")
+    if content is None:
+        content = message.get("value")
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        parts = [part.get("text") for part in content if part.get("type") == "text"]
+        if len(parts) == len(content) and None not in parts:
+            content = "".join(parts)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise ValueError("hold messages without role or text")
+    return {"role": ROLES.get(role, role), "content": content}
+
+
+def docstring_conversations(files: list[str], version: str) -> Iterator[dict[str, Any]]:
+    """A conversation for each documented function: write its docstring, with a thought before."""
+    for tree, _ in common.read_python(files):
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            docstring = ast.get_docstring(node)
+            if not docstring or len(node.body) == 1:
+                continue
+            del node.body[0]
+            arguments = ", ".join(argument.arg for argument in node.args.args) or "none"
+            thought = f"<|begin_of_thought|>\narguments: {arguments}\n<|end_of_thought|>\n\n"
+            answer = f"{thought}<|begin_of_solution|>\n{docstring}\n<|end_of_solution|>"
+            yield {
+                "system": "You write docstrings. Think first, then answer.",
+                "prompt": f"Write the docstring of:\n\n{ast.unparse(node)}",
+                "completion": answer,
+            }
+
+
+common.EMBEDDED["stdlib-docstrings"] = docstring_conversations
+common.PLAN += ["prompts", "answers", "answer_length"]  # a resumed run samples the same answers
+
+TURN = ["<|im_start|>", "<|im_end|>"]
+# What an assistant may write inside of an answer, each of them one token.
+INSIDE = [
+    "<|begin_of_thought|>",
+    "<|end_of_thought|>",
+    "<|begin_of_solution|>",
+    "<|end_of_solution|>",
+]
+# What stands between `generation` and `endgeneration` is learned: the answer and the turn's end.
+TEMPLATE = """\
+{%- for message in messages -%}{{- '<|im_start|>' + message.role + '\\n' -}}
+{%- if message.role != 'assistant' -%}{{- message.content + '<|im_end|>' -}}{%- else -%}
+{%- generation -%}{{- message.content + '<|im_end|>' -}}{%- endgeneration -%}{%- endif -%}
+{{- '\\n' -}}{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
+
+
+def chat_tokenizer(name: str) -> tuple[Any, int]:
+    """The tokenizer with a chat template, the end of a turn as eos token, and a pad token.
+
+    A template of its own that marks the assistant's tokens is taken as it is. Else it gets TEMPLATE
+    and single tokens for what stands there between the texts. Also returns its length before.
+    """
+    tokenizer = copy.deepcopy(common.load_tokenizer(name))
+    known_ids = len(tokenizer)
+    plain_eos_token = tokenizer.eos_token
+    tokenizer.split_special_tokens = False  # those of the template are to be parsed
+    if "endgeneration" not in str(tokenizer.chat_template):
+        tokenizer.chat_template = TEMPLATE
+        if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:
+            tokenizer.chat_template = "{{- bos_token -}}" + TEMPLATE  # it begins every text with it
+        tokenizer.add_special_tokens({"additional_special_tokens": TURN + INSIDE})
+
+    sample = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+    with common.refusing(f"--tokenizer {name}: its chat template fails"):
+        ids, learned = encode(tokenizer, sample, answers=1)
+        text = tokenizer.decode(ids)
+        if any(message["content"] not in text for message in sample):
+            raise ValueError("it leaves the text of messages out")
+
+    # A turn ends with the last learned token that is not blank, if that is an added one.
+    added = tokenizer.added_tokens_decoder
+    not_blank = [i for i in ids[learned].tolist() if tokenizer.decode([i]).strip()]
+    if not_blank and not_blank[-1] in added:
+        tokenizer.eos_token = str(added[not_blank[-1]])
+
+    # With the end of a turn as pad token, a model that is trained on would learn not to stop. Then
+    # a token without any other use takes its place.
+    endings = {plain_eos_token, tokenizer.eos_token, None}
+    if tokenizer.pad_token in endings:
+        used = endings.union(TURN, INSIDE, {str(added[i]) for i in ids.tolist() if i in added})
+        unused = [str(token) for token in added.values() if token.special]
+        template = tokenizer.chat_template
+        unused = [token for token in unused if token not in used and token not in template]
+        tokenizer.add_special_tokens({"pad_token": unused[0] if unused else "<|pad|>"})
+    return tokenizer, known_ids
+
+
+def encode(
+    tokenizer: Any, messages: list[dict[str, str]], answers: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids of a conversation, and whether each is learned: of the last `answers` answers.
+
+    A token is learned if it overlaps one of the stretches that the template marks. (Transformers'
+    own mask loses the last bytes of a character that is several tokens.)
+    """
+    texts, stretches_of_texts = render_jinja_template(
+        [messages],
+        chat_template=tokenizer.chat_template,
+        return_assistant_tokens_mask=True,
+        **tokenizer.special_tokens_map,
+    )
+    stretches = stretches_of_texts[0]
+    encoding = tokenizer.backend_tokenizer.encode(texts[0], add_special_tokens=False)
+    offsets = np.array(encoding.offsets).reshape(-1, 2)  # begin and end in characters
+    learned = np.zeros(len(encoding.ids), bool)
+    all_answers = sum(message["role"] == "assistant" for message in messages)
+    if answers < all_answers:
+        # A template may mark several stretches of one answer.
+        stretches_per_answer = max(1, len(stretches) // all_answers)
+        stretches = stretches[-answers * stretches_per_answer :]
+    for begin, end in stretches:
+        not_empty = offsets[:, 0] < offsets[:, 1]
+        learned |= not_empty & (offsets[:, 0] < end) & (offsets[:, 1] > begin)
+    return np.array(encoding.ids, np.uint32), learned
+
+
+def chat_rows(row: dict[str, Any], tokenizer: Any, max_length: int) -> Iterator[tuple]:
+    """A prompt and its answer, as a row (tokens, learned, bytes, note).
+
+    What is before the last answer of a conversation is the prompt, of at most max_length tokens.
+    The answer is the reference of the reward. A `prompt` without a completion has an empty one.
+
+    Raises:
+        ValueError: why the conversation is left out.
+    """
+    added = tokenizer.added_tokens_decoder.values()
+    special = {str(token) for token in added if token.special}
+    # Some tokenizers mark turns by added tokens that are not special.
+    of_template = {str(token) for token in added if str(token) in tokenizer.chat_template}
+    messages, _ = read_conversation({"completion": ""} | row)
+    for message in messages:
+        # Whoever spells out such a token could forge a turn.
+        forbidden = special | of_template
+        if message["role"] == "assistant":
+            forbidden = special.difference(INSIDE)
+        text = message["role"] + message["content"]
+        if any(marker in text for marker in forbidden if marker.strip()):
+            raise ValueError("spell out a special token")
+    ids, learned = encode(tokenizer, messages, answers=1)
+    prompt_length = int(learned.argmax())
+    if not 0 < prompt_length <= max_length:
+        raise ValueError(f"have no prompt of at most {max_length:,} tokens")
+    end = np.flatnonzero(learned)[-1] + 1
+    yield ids[:end], learned[:end], 0.0, ""
+
+
+class Answer(NamedTuple):
+    """What the model has answered to a prompt; the last token ends the turn, if there was room."""
+
+    prompt: np.ndarray  # uint32, token ids
+    tokens: np.ndarray  # uint32
+    log_probs: np.ndarray  # float32 [tokens], when they were sampled
+    reward: float
+
+
+# What a micro-batch holds for the loss, beside the arguments of the model.
+OF_TOKENS = ["sampled_log_probs", "advantages", "reference_log_probs"]
+
+
+class AnswerBatches(common.Batches):
+    """Batches of the answers of one step, with what the loss needs for each token of an answer.
+
+    Args:
+        answers: of all ranks.
+        advantages: float32 [answers].
+        ranks: that share the micro-batches.
+    """
+
+    def __init__(self, answers: list[Answer], advantages: np.ndarray, ranks: int, **options: Any):
+        self.answers = answers
+        self.advantages = advantages
+        num_labels = np.array([len(answer.tokens) for answer in answers])
+        prompt_lengths = np.array([len(answer.prompt) for answer in answers])
+        lengths = prompt_lengths + num_labels - 1
+        super().__init__(lengths, num_labels, self.read_answer, **options)
+        # A forward is a collective, so each rank needs equally many micro-batches: those with most
+        # answers are halved.
+        micro_batches = list(self.plan(0))
+        while len(micro_batches) % ranks:
+            micro_batches.sort(key=len)
+            micro_batches += np.array_split(micro_batches.pop(), 2)
+        self.plan = lambda epoch: micro_batches
+        self.num_micro_batches = len(micro_batches)
+
+    def read_answer(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens of prompt and answer, and which of them are of the answer."""
+        answer = self.answers[row]
+        tokens = np.concatenate([answer.prompt, answer.tokens])
+        return tokens, np.arange(len(tokens)) >= len(answer.prompt)
+
+    def collate(self, rows: np.ndarray) -> dict[str, Any]:
+        """As `common.Batches.collate`, and for each label, in the order of the flattened rows:
+
+        learned: int64, its position. A GPU would have to be waited for to count them.
+        sampled_log_probs: float32, of the token when it was sampled.
+        advantages: float32, of the token's answer.
+        """
+        arguments = super().collate(rows)
+        is_label = arguments["labels"].flatten() != common.IGNORED
+        log_probs = np.concatenate([self.answers[row].log_probs for row in rows])
+        advantages = np.repeat(self.advantages[rows], self.num_labels[rows])
+        return arguments | {
+            "learned": is_label.nonzero().flatten(),
+            "sampled_log_probs": torch.from_numpy(log_probs),
+            "advantages": torch.from_numpy(advantages),
+        }
+
+
+def grow_vocabulary(directory: str, known_ids: int, vocabulary_size: int) -> str:
+    """The same model with new embeddings for the ids from `known_ids` to `vocabulary_size`.
+
+    One rank of a node makes it, in Hugging Face form beside the cached data; all read it then. New
+    rows are drawn from a normal distribution with the mean and covariance of the known ones: a new
+    token starts as likely as some other one, where zeros or fresh noise would shift the whole
+    softmax (Hewitt 2021, Initializing New Word Embeddings for Pretrained Language Models;
+    transformers scales the covariance by 1e-9, which leaves all new rows alike).
+    """
+    if vocabulary_size == known_ids:
+        return directory
+    files = [Path(directory, "config.json"), *sorted(Path(directory).glob("*.safetensors"))]
+    sums = [common.sum_of(file) for file in files]
+    key = common.fingerprint(sums, known_ids, vocabulary_size)
+    grown = Path(datasets.config.HF_DATASETS_CACHE) / f"grown-{key}"
+    with common.prepare_in_turn(), common.refusing(f"cannot make {grown}"):
+        if grown.exists():
+            return str(grown)
+        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        if known_ids > model.config.vocab_size:
+            ids = f"--tokenizer has {known_ids} ids"
+            common.refuse(f"{ids}, {directory} only {model.config.vocab_size}")
+        rows = max(model.config.vocab_size, math.ceil(vocabulary_size / 64) * 64)
+        model.resize_token_embeddings(rows, mean_resizing=False)
+        generator = torch.Generator().manual_seed(0)
+        for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
+            weight = embeddings.weight.data  # [rows, width]; one and the same where they are tied
+            mean = weight[:known_ids].mean(0)
+            noise = torch.randn(rows - known_ids, known_ids, generator=generator)
+            weight[known_ids:] = mean + noise @ (weight[:known_ids] - mean) / known_ids**0.5
+        with tempfile.TemporaryDirectory(dir=grown.parent) as temporary:  # gone if anything fails
+            model.save_pretrained(Path(temporary, "grown"), save_original_format=False)
+            Path(temporary, "grown").rename(grown)
+    return str(grown)
+
+
+# --- Reward and loss ------------------------------------------------------------------------------
+
+# What an answer to the embedded conversations looks like: a thought, then the docstring.
+ANSWER = re.compile(
+    r"<\|begin_of_thought\|>\narguments: (?P<arguments>.*)\n<\|end_of_thought\|>\n\n"
+    r"<\|begin_of_solution\|>\n(?P<docstring>[^|]+)\n<\|end_of_solution\|>"
+)
+# The words of Python's manual, which every Python brings along.
+WORDS = set(re.findall("[a-z]{3,}", " ".join(topics.values()).lower()))
+
+
+def reward(prompt: str, answer: str, reference: str) -> float:
+    """What an answer is worth, any finite number. Write your own.
+
+    Here it is from 0 to 1, by rules alone. An answer of the right form gets half of it for naming
+    the arguments of the function, half for a docstring of words that are in Python's manual, five
+    of them or more. An answer without an end is not asked for: it is worth 0.
+
+    Args:
+        prompt: the conversation up to the answer, as the template writes it.
+        answer: what the model wrote, without the token that ends the turn.
+        reference: the answer in the data; empty if there is none.
+    """
+    given = ANSWER.fullmatch(answer)
+    expected = ANSWER.fullmatch(reference)
+    if given is None or expected is None:
+        return 0.0
+    named = set(given["arguments"].split(", "))
+    arguments = set(expected["arguments"].split(", "))
+    words = set(re.findall("[a-z]{3,}", given["docstring"].lower()))
+    named_rightly = len(named & arguments) / len(named | arguments)
+    in_manual = len(words & WORDS) / max(5, len(words))
+    return (named_rightly + in_manual) / 2
+
+
+def checked_reward(prompt: str, answer: str, reference: str) -> float:
+    """`reward`, if it is a finite number; else the run ends with a line that says what it is."""
+    with common.refusing("reward() fails", code=1):
+        value = reward(prompt, answer, reference)
+    if not isinstance(value, numbers.Real) or not math.isfinite(value):
+        common.refuse(f"reward() has to return a finite number, not {value!r:.80}", code=1)
+    return float(value)
+
+
+# What is measured of each sampled token, and logged as the mean over the global batch.
+MEASURED = ["loss", "entropy", "policy_kl", "clip_fraction", "sampling_gap", "reference_kl"]
+
+
+def policy_loss(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    sampled_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: Config,
+    reference_log_probs: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Sums over the tokens of a micro-batch, float32 [MEASURED]; the first one is the loss.
+
+    The loss is PPO's (arXiv 1707.06347): a token's ratio, of its probability now to that when it
+    was sampled, times the advantage of its answer. Once the ratio has left its bounds in the
+    direction of the advantage, there is nothing more to gain. The upper bound may be further away
+    than the lower one, or rare tokens could hardly become likelier (DAPO, arXiv 2503.14476).
+
+    Args:
+        log_probs: float32 [tokens], of the sampled tokens, by the model as it is.
+        old_log_probs: the same, by the model that has sampled them.
+        sampled_log_probs: the same, as they were computed when sampling.
+        advantages: float32 [tokens], of each token's answer.
+        reference_log_probs: as `log_probs`, by the model that the run began with.
+    """
+    log_ratio = log_probs - old_log_probs
+    ratio = log_ratio.exp()
+    bounded_ratio = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    gain = torch.minimum(ratio * advantages, bounded_ratio * advantages)
+    loss = -gain
+    reference_kl = torch.zeros_like(loss)
+    if reference_log_probs is not None:
+        reference_kl = divergence(log_probs, reference_log_probs)
+        loss = loss + config.reference_weight * reference_kl
+    measured = [
+        loss,
+        -old_log_probs,  # of sampled tokens its mean is the entropy
+        divergence(old_log_probs, log_probs),
+        (gain < ratio * advantages).float(),
+        (old_log_probs - sampled_log_probs).abs(),
+        reference_kl,
+    ]
+    return torch.stack([values.sum() for values in measured])
+
+
+def divergence(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch.Tensor:
+    """Of tokens sampled from a distribution, what has its KL divergence from another as its mean.
+
+    It is never negative, and varies less than the difference of the log-probabilities (Schulman
+    2020, Approximating KL Divergence).
+    """
+    log_ratio = other_log_probs - log_probs
+    return log_ratio.exp() - 1 - log_ratio
+
+
+# --- Model ----------------------------------------------------------------------------------------
+# This section knows nothing of ranks: it is an ordinary model, which returns log-probabilities.
+
+SHAPES = {
+    "tiny": {
+        "model_type": "qwen2",
+        "hidden_size": 192,
+        "intermediate_size": 640,  # of the feed-forward network
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "initializer_range": 0.07,
+        "tie_word_embeddings": True,
+    },
+    "qwen2-0.5b": {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 14,
+        "num_key_value_heads": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "initializer_range": 0.02,
+        "tie_word_embeddings": True,
+    },
+    # Mixtures of experts: a block has many feed-forward networks, of which each token uses a few.
+    "tiny-moe": {
+        "model_type": "minimax_m2",
+        "hidden_size": 192,
+        "intermediate_size": 320,  # of an expert
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 48,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "initializer_range": 0.07,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+    },
+}
+
+# The loss computes the logits of so many tokens at a time: 1.2 GB in fp32 for 150,000 ids.
+CHUNK_TOKENS = 2048
+
+# Selective activation checkpointing keeps what these operators return, the expensive part of a
+# block, and computes the cheap rest again in backward.
+KEPT = [
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._grouped_mm.default,  # products of experts
+    torch.ops.aten._scaled_mm.default,  # products in float8
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.torch_attn._varlen_attn.default,  # attention within documents, on CUDA
+    # Tensor, context and expert parallelism have collectives inside a block.
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
+]
+
+
+def build_model_config(
+    config: Config, vocabulary_size: int, eos_token_id: int | None
+) -> PreTrainedConfig:
+    """The model's architecture: built here, or read from the config.json that --model names."""
+    if config.model in SHAPES:
+        model_config = AutoConfig.for_model(
+            vocab_size=math.ceil(vocabulary_size / 64) * 64,  # keeps the head's products fast
+            bos_token_id=None,
+            eos_token_id=eos_token_id,
+            **SHAPES[config.model],
+        )
+    else:
+        model_config = common.read_model_config(
+            config.model, vocabulary_size, config.max_length, config.batching
+        )
+    model_config.eos_token_id = eos_token_id  # where generation stops
+    # The embedding of a pad token would never be trained, so the model is told of none.
+    model_config.pad_token_id = None
+    model_config.bos_token_id = None
+    return model_config
+
+
+def document_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int = 0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """`causal_attention` in the form of transformers' `AttentionInterface`.
+
+    Raises:
+        ValueError: the model asks for something that this attention does not apply.
+    """
+    longest = query.shape[2] if cu_seq_lens_q is None else max_length_q
+    is_causal = kwargs.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    unknown = {
+        "an attention mask": attention_mask is not None,
+        "attention sinks": kwargs.get("s_aux") is not None,
+        "a softcap": kwargs.get("softcap") is not None,
+        "bidirectional attention": not is_causal,
+        "a sliding window": (kwargs.get("sliding_window") or longest) < longest,
+    }
+    for setting, asked in unknown.items():
+        if asked:
+            raise ValueError(f"{type(module).__name__} wants {setting}: not supported here")
+    output = causal_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout)
+    return output, None
+
+
+def causal_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: torch.Tensor | None,
+    max_document_length: int,
+    scale: float | None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Causal attention that stays within each document, without a mask.
+
+    Args:
+        query: [rows, heads, length, head size]; key and value may have fewer heads.
+        boundaries: int32 [documents + 1], where the documents of a single packed row begin and end;
+            None if every row is one document, padded on the right.
+        max_document_length: of a packed row.
+        scale: of the products of queries and keys; None for 1 / sqrt(head size).
+
+    Returns:
+        [rows, length, heads, head size]
+    """
+    if torch.is_autocast_enabled(query.device.type):  # rotary embedding returns fp32 under it
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    groups = query.shape[1] // key.shape[1]
+    half_on_cuda = query.is_cuda and query.dtype != torch.float32
+    if not half_on_cuda and (query.is_cuda or boundaries is not None):
+        # The other kernels do not know groups: CUDA would make whole [length, length] matrices.
+        key = repeat_kv(key, groups)
+        value = repeat_kv(value, groups)
+        groups = 1
+    if boundaries is None:
+        options = {"is_causal": True, "scale": scale, "dropout_p": dropout}
+        output = nn.functional.scaled_dot_product_attention(
+            query, key, value, enable_gqa=groups > 1, **options
+        )
+        return output.transpose(1, 2).contiguous()
+    if len(query) > 1 or dropout:
+        raise ValueError("packed attention is of one row, and has no dropout (--batching bucketed)")
+    if not half_on_cuda:  # no variable-length kernel takes it
+        return attention_document_by_document(query, key, value, boundaries, scale)
+    output = varlen_attn(
+        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),  # [tokens, heads, size]
+        boundaries,
+        boundaries,
+        max_document_length,
+        max_document_length,
+        scale=scale,
+        window_size=(-1, 0),  # all tokens before, none after
+        enable_gqa=groups > 1,
+    )
+    return output[None]
+
+
+@torch.compiler.disable  # every row has other lengths
+def attention_document_by_document(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: torch.Tensor,
+    scale: float | None,
+) -> torch.Tensor:
+    """Without a variable-length kernel, faster than one attention with a block-diagonal mask."""
+    lengths = boundaries.diff().tolist()
+    documents = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
+    outputs = [
+        nn.functional.scaled_dot_product_attention(*document, is_causal=True, scale=scale)
+        for document in documents
+        if document[0].shape[2]
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+
+def chunk_log_probs(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+) -> torch.Tensor:
+    """Log-probabilities of the labels, from logits in fp32: [chunk]."""
+    logits = nn.functional.linear(hidden, weight, bias)  # [chunk, vocabulary]
+    return -nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+
+
+def label_log_probs(
+    hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, log_probs: Callable
+) -> torch.Tensor:
+    """Log-probabilities of the labels, float32 [tokens].
+
+    The logits of a whole micro-batch, [tokens, vocabulary], would be its largest tensor by far.
+    Here they exist a chunk at a time. In bf16 the chunks' gradients of the head add up in bf16.
+
+    Args:
+        hidden: [tokens, hidden size], what the decoder returns.
+        head: the output embedding, weight [vocabulary, hidden size].
+        labels: int64 [tokens], each the token to predict.
+        log_probs: `chunk_log_probs`, or the same compiled.
+    """
+    if len(labels) <= CHUNK_TOKENS:
+        return log_probs(hidden, head.weight, head.bias, labels)
+    # Backward computes the logits of a chunk again, rather than to keep those of all.
+    of_chunk = partial(checkpoint, log_probs, use_reentrant=False)
+    chunks = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
+    return torch.cat([of_chunk(part, head.weight, head.bias, targets) for part, targets in chunks])
+
+
+def forward_with_log_probs(
+    self: nn.Module,
+    log_probs: Callable,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    learned: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """The forward of a transformers model: log-probabilities of a micro-batch's labels, [labels].
+
+    Without labels: logits of the token after each row, float32 [rows, vocabulary].
+
+    NOTE: the head belongs inside the root's forward. FSDP gathers the parameters of a module for
+    its forward alone, and the head is one of the root's.
+
+    Args:
+        log_probs: of a chunk, see `label_log_probs`.
+        input_ids, labels: int64 [rows, length]; labels are shifted already.
+        learned: int64 [labels], the flattened positions that go through the head.
+        kwargs: the other keys of a micro-batch, see `common.Batches.collate`.
+    """
+    head = self.get_output_embeddings()
+    if labels is None:
+        output = self.get_decoder()(input_ids=input_ids, use_cache=True, **kwargs)
+        return head(output.last_hidden_state[:, -1]).float()
+    with counting_experts(self, labels):
+        output = self.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs)
+    hidden = output.last_hidden_state.flatten(0, 1)  # [tokens, hidden size]
+    return label_log_probs(hidden[learned], head, labels.flatten()[learned], log_probs)
+
+
+def find_experts(model: nn.Module) -> None:
+    """Prepare the layers of a mixture of experts (MoE layers) to count which experts tokens choose.
+
+    transformers keeps the experts of a layer in one module, parameters [experts, ...]. Those whose
+    forward is one of its `ExpertsInterface` are given what the layer's router has chosen.
+    """
+    model.moe_layers = [
+        module
+        for module in model.modules()
+        if hasattr(getattr(module, "experts", None), "has_gate")
+    ]
+    model.expert_counts = None
+    model.tokens_to_count = None
+    for layer in model.moe_layers:
+        layer.experts.register_forward_pre_hook(partial(count_chosen_experts, model))
+
+
+@contextlib.contextmanager
+def counting_experts(model: nn.Module, labels: torch.Tensor) -> Iterator[None]:
+    """In training, add to `model.expert_counts` what the forward of a micro-batch in here chooses.
+
+    Tokens that have a label are counted: no padding (and no prompts, when fine-tuning).
+    """
+    if model.training and model.moe_layers:
+        if model.expert_counts is None:
+            num_experts = model.moe_layers[0].experts.num_experts
+            model.expert_counts = torch.zeros(  # [MoE layers, experts]
+                len(model.moe_layers), num_experts, dtype=torch.int64, device=labels.device
+            )
+            for layer, counts in zip(model.moe_layers, model.expert_counts):
+                layer.experts.counts = counts
+        model.tokens_to_count = (labels.flatten() >= 0).long()
+    yield
+    # NOTE: activation checkpointing runs blocks again in backward, which must not count them again.
+    model.tokens_to_count = None
+
+
+def count_chosen_experts(model: nn.Module, experts: nn.Module, inputs: tuple) -> None:
+    """A forward pre-hook of a layer's experts."""
+    if model.tokens_to_count is None:
+        return
+    _, chosen, _ = inputs  # int64 [tokens, k], the numbers of each token's experts
+    counted = model.tokens_to_count.repeat_interleave(chosen.shape[1])
+    experts.counts.scatter_add_(0, chosen.flatten(), counted)
+
+
+@torch.no_grad()
+def adjust_router_biases(model: nn.Module, rate: float) -> torch.Tensor:
+    """Have the next step choose experts more evenly than the counted one, and begin a new count.
+
+    An expert that had fewer tokens than the mean gets a larger bias, one that had more a smaller
+    one. The router adds it to its scores to choose with, and for nothing else: so loss and
+    gradients stay as they are, where a loss of balance would disturb them (DeepSeek, arXiv
+    2408.15664). Routers without such a bias are left to themselves.
+
+    Returns:
+        Tokens of the fullest expert, by the mean, of the worst layer; 1.0 is even.
+    """
+    counts = model.expert_counts.double()
+    mean = counts.mean(1, keepdim=True)
+    for layer, direction in zip(model.moe_layers, (mean - counts).sign()):
+        for name, bias in layer.named_buffers():
+            # Layers that another stage of a pipeline has are on the meta device.
+            if name.endswith("e_score_correction_bias") and not bias.is_meta:
+                bias += rate * direction
+    model.expert_counts.zero_()
+    return (counts / mean).max()
+
+
+def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
+    """The model on the meta device: it has shapes, but no memory and no numbers yet.
+
+    NOTE: the order matters. First activation checkpointing, then compile: around a compiled block,
+    both would compute it again. Then DDP or FSDP, which the compiler should not see.
+    """
+    AttentionInterface.register("documents", document_attention)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            model_config, dtype=torch.float32, attn_implementation="documents"
+        )
+    if config.precision == "float8":
+        use_float8(model)
+    log_probs = torch.compile(chunk_log_probs) if config.compile else chunk_log_probs
+    model.forward = partial(forward_with_log_probs, model, log_probs)
+    find_experts(model)
+    # Initial weights depend on seed and module alone, so that every strategy and every world size
+    # starts from the same model. See `initialize`.
+    for name, module in model.named_modules():
+        module.seed_text = f"{config.seed} {name}"
+    checkpoint_activations(transformer_blocks(model), config.activation_checkpointing)
+    if config.compile:
+        compile_blocks(transformer_blocks(model), config)
+    return model
+
+
+def use_float8(model: nn.Module) -> None:
+    """Have the linear layers of blocks compute in float8, forward and backward.
+
+    Rows of inputs, weights and gradients are scaled, each by its largest value, and rounded to
+    eight bits for the product (arXiv 2209.05433). Parameters keep their names and their precision.
+    """
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+        common.refuse("--precision float8 needs GPUs that compute in it (Ada, Hopper or newer)")
+    with common.refusing("--precision float8 needs the package torchao"):
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def fits(module: nn.Module, name: str) -> bool:
+        return all(size % 16 == 0 for size in module.weight.shape)  # as the kernels want it
+
+    recipe = Float8LinearConfig.from_recipe_name("rowwise")
+    convert_to_float8_training(model.get_decoder(), config=recipe, module_filter_fn=fits)
+
+
+def transformer_blocks(model: nn.Module) -> nn.ModuleList:
+    """The list of the model's blocks, which transformers knows as the modules not to split."""
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            # With activation checkpointing a block is inside of the list's module. Not every one
+            # has to be a block: a rank may have only some of them.
+            names = {type(inner).__name__ for inner in module.modules()}
+            if not names.isdisjoint(model._no_split_modules):
+                return module
+    raise ValueError(f"{type(model).__name__} has no list of transformer blocks")
+
+
+def checkpoint_activations(blocks: nn.ModuleList, mode: str) -> None:
+    """Have blocks computed again in backward, so that their activations need not be kept.
+
+    `full` keeps a block's input alone; `selective` also what the operators of KEPT return; a
+    fraction does the same as `full` for this part of the blocks.
+    """
+    if mode == "none":
+        return
+    wrap, fraction = checkpoint_wrapper, 1.0
+    if mode == "selective":
+        keep = partial(create_selective_checkpoint_contexts, KEPT)
+        wrap = partial(checkpoint_wrapper, context_fn=keep)
+    elif mode != "full":
+        fraction = float(mode)
+    for i, block in enumerate(blocks):
+        # The blocks at which the running sum of fractions reaches a whole number: they are spread
+        # over the depth. 0.5 takes every second one, 0.25 every fourth.
+        if int((i + 1) * fraction) > int(i * fraction):
+            blocks[i] = wrap(block)
+
+
+def compile_blocks(blocks: nn.ModuleList, config: Config) -> None:
+    """Compile each block on its own: all are alike, so a graph is compiled once and used by all."""
+    # With few row lengths there is a graph for each, in training and in validation. Padded to no
+    # multiple, lengths are too many: then the compiler is to find one graph for all.
+    few_lengths = config.pad_to_multiple_of > 1 or config.batching == "packed"
+    lengths = config.max_length // config.pad_to_multiple_of
+    torch._dynamo.config.recompile_limit = 8 + 2 * lengths
+    for block in blocks:
+        block.compile(dynamic=False if few_lengths else None)
+
+
+def modules_outside_blocks(model: nn.Module) -> list[nn.Module]:
+    """The embedding, the last norm, the head, and the modules that hold them."""
+    inside = set(transformer_blocks(model).modules())
+    return [module for module in model.modules() if module not in inside]
+
+
+def initialize(modules: Iterable[nn.Module], model: nn.Module, device: torch.device) -> None:
+    """Give memory and initial weights to modules of `model` that are on the meta device."""
+    for module in reversed(list(modules)):  # children first
+        if not hasattr(module, "seed_text"):
+            continue  # a wrapper of activation checkpointing, which has no weights of its own
+        module.to_empty(device=device, recurse=False)
+        tensors = list(module.parameters(recurse=False)) + list(module.buffers(recurse=False))
+        floating = [tensor for tensor in tensors if tensor.is_floating_point()]
+        cuda_devices = [device] if device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(cuda_devices):
+            for tensor in floating:
+                tensor.fill_(math.nan)
+            torch.manual_seed(zlib.crc32(module.seed_text.encode()))
+            # NOTE: this rebuilds the rotary frequencies too. They are a buffer that is in no
+            # checkpoint, and `to_empty` has left garbage there.
+            model._init_weights(module)
+        if any(tensor.isnan().any() for tensor in floating):
+            raise ValueError(f"transformers leaves {module.seed_text} uninitialized")
+
+
+class ModelSize:
+    """Parameters of a model, and those that take part in matrix products of blocks and head."""
+
+    def __init__(self, model: nn.Module):
+        config = model.config
+        self.num_parameters = model.num_parameters()
+        self.in_head = model.get_output_embeddings().weight.numel()
+        self.in_blocks = self.num_parameters - self.in_head
+        if not config.tie_word_embeddings:
+            # The input embedding is a look-up, not a product.
+            self.in_blocks -= model.get_input_embeddings().weight.numel()
+        for parameter in model.parameters():
+            if parameter.ndim == 3:  # [experts, ...], of which a token uses some
+                used = getattr(config, "num_experts_per_tok", None) or config.moe_topk
+                self.in_blocks -= parameter[0].numel() * (len(parameter) - used)
+        head_size = getattr(config, "head_dim", None)
+        if head_size is None:
+            head_size = config.hidden_size // config.num_attention_heads
+        self.attention_width = config.num_hidden_layers * config.num_attention_heads * head_size
+
+    def flops(self, batch: common.GlobalBatch) -> int:
+        """Floating-point operations of forward and backward of a step, for the MFU.
+
+        As in PaLM (arXiv 2204.02311, appendix B): 6 a parameter and token, in the head a parameter
+        and label, and 12 x width x length a token for attention. Neither recomputation nor padding
+        counts.
+        """
+        products = self.in_blocks * batch.num_tokens + self.in_head * batch.num_labels
+        return 6 * products + 12 * self.attention_width * batch.squared_lengths
+
+
+def weight_decay_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that decay: matrices, but not embeddings and biases of experts."""
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim > 1 and parameter not in embeddings and not name.endswith("bias")
+    }
+
+
+# --- Strategy -------------------------------------------------------------------------------------
+
+
+def data_parallel_rank_and_size(config: Config) -> tuple[int, int]:
+    """Which part of each global batch this rank trains on, of how many: each rank has its own."""
+    return dist.get_rank(), dist.get_world_size()
+
+
+def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    """Shard the model over the ranks, and give the shards memory and initial weights.
+
+    `fully_shard` turns the parameters of a module into DTensors, of which a rank keeps its rows. It
+    also installs hooks around the module: an all-gather makes the parameters whole before forward,
+    they are freed after it, another all-gather before backward, and after that a reduce-scatter
+    leaves each rank the averaged gradient of its rows.
+    """
+    # The ranks of a row of the mesh share one copy of the model, in shards. Those of a column hold
+    # the same shard, each of its row's copy (--dp_replicate, one row by default).
+    shards = dist.get_world_size() // config.dp_replicate
+    if config.dp_replicate == 1:
+        mesh = init_device_mesh(device.type, (shards,))
+    else:
+        mesh = init_device_mesh(
+            device.type, (config.dp_replicate, shards), mesh_dim_names=("replicate", "shard")
+        )
+    precision = MixedPrecisionPolicy()
+    if config.precision != "fp32":
+        # Parameters are cast as they are gathered, so all of a block computes in bf16. The shards
+        # stay fp32, and so does all that AdamW does.
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    offload = OffloadPolicy()
+    if config.cpu_offload:
+        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    shard = partial(
+        fully_shard,
+        mesh=mesh,
+        mp_policy=precision,
+        offload_policy=offload,
+    )
+
+    initialize(modules_outside_blocks(model), model, device)
+    if model.config.tie_word_embeddings:
+        model.tie_weights()  # giving memory to each module on its own has untied them
+    # Blocks come before the root, since a module takes the parameters that no module inside of it
+    # has taken. With the root alone, all parameters would be gathered at once.
+    for block in transformer_blocks(model):
+        # One at a time, so that no rank ever holds more than one whole block.
+        initialize(block.modules(), model, device)
+        shard(block, reshard_after_forward=config.reshard_after_forward)
+    # The root has the rest, in one group, for tied embeddings must share a group. It stays whole
+    # after forward, since backward begins with it.
+    shard(model, reshard_after_forward=False)
+    return model
+
+
+def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """This rank's part of the parameters: DTensors under their own names.
+
+    NOTE: an optimizer is built of these, so after `parallelize`. One that was built before would
+    hold the whole parameters that the model no longer uses.
+    """
+    return list(model.named_parameters())
+
+
+@contextlib.contextmanager
+def whole_parameters(model: nn.Module, config: Config) -> Iterator[None]:
+    """In here every rank has all parameters, and a forward sends nothing: to sample answers.
+
+    NOTE: else each token would gather each block, and a rank whose answers have all ended would
+    leave the others waiting for its shards.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.unshard()  # an all-gather
+    model.set_reshard_after_forward(False)  # else the first forward would free the blocks
+    model.eval()
+    # Prompts of several lengths are sampled together, which takes an attention that heeds a mask.
+    model.set_attn_implementation("sdpa")
+    # Each token makes the rows longer, and compiled blocks want few lengths.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        yield
+    model.set_attn_implementation("documents")
+    model.train()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    model.set_reshard_after_forward(config.reshard_after_forward)  # as in `parallelize`
+    model.set_reshard_after_forward(False, recurse=False)
+
+
+@torch.no_grad()
+def add_reference(
+    reference: nn.Module | None, batch: common.GlobalBatch, device: torch.device
+) -> None:
+    """Give each micro-batch the log-probabilities by the model that the run began with."""
+    if reference is None:
+        return
+    for micro_batch in batch.micro_batches:
+        inputs = common.to_device(micro_batch, device)
+        for name in OF_TOKENS:
+            inputs.pop(name, None)
+        log_probs = reference(**inputs)  # all-gathers
+        micro_batch["reference_log_probs"] = log_probs.cpu()
+
+
+def forward_backward(
+    model: nn.Module,
+    batch: common.GlobalBatch,
+    old_log_probs: list[torch.Tensor],
+    config: Config,
+    device: torch.device,
+) -> torch.Tensor:
+    """Forward and backward of all micro-batches of a step; returns sums over all ranks: [MEASURED].
+
+    Gradients of all but the last micro-batch are kept whole on each rank, and the sum is reduced
+    once: less communication, but the memory of a whole model's gradients.
+
+    Args:
+        old_log_probs: of each micro-batch, by the model that has sampled; the first inner step
+            fills the list.
+    """
+    # The loss of a step is a sum over labels divided by the labels of the whole global batch. A
+    # mean of the micro-batches' means would weigh the tokens of short ones more.
+    # The reduce-scatter averages over the ranks, hence times the ranks.
+    scale = dist.get_world_size() / batch.num_labels
+    total = torch.zeros(len(MEASURED), device=device)
+    for i, micro_batch in enumerate(batch.micro_batches):
+        last = i == len(batch.micro_batches) - 1
+        model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
+        # For hybrid sharding alone: replicas all-reduce what is summed up in shards until then.
+        model.set_requires_all_reduce(last)
+        # What is not freed after backward stays whole for the next micro-batch.
+        model.set_reshard_after_backward(last or config.reshard_after_forward)
+        inputs = common.to_device(micro_batch, device)
+        of_tokens = {name: inputs.pop(name) for name in OF_TOKENS if name in inputs}
+        log_probs = model(**inputs)  # all-gathers
+        if i == len(old_log_probs):
+            # NOTE: not those of sampling, which computes in another order: in bf16 the ratio would
+            # be one of roundings. So it is exactly 1 in the first inner step.
+            old_log_probs.append(log_probs.detach())
+        measured = policy_loss(log_probs, old_log_probs[i], **of_tokens, config=config)
+        # All-gathers, and reduce-scatters if gradients are to sync.
+        (measured[0] * scale).backward()
+        total += measured.detach()
+    dist.all_reduce(total)
+    return total
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Clip the gradients to a norm of at most `max_norm`; returns the norm before."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    # NOTE: the norm is a DTensor too, and its local value may cover this rank's shards alone.
+    return norm.full_tensor()  # a collective: every rank must call it
+
+
+def balance_experts(model: nn.Module, rate: float) -> torch.Tensor | None:
+    """Even out how many tokens experts get; returns their load (None without experts).
+
+    NOTE: it is the global batch that is to be even. A micro-batch may well be of one subject.
+    """
+    if model.expert_counts is None:
+        return None
+    dist.all_reduce(model.expert_counts)  # each rank has counted its own tokens
+    return adjust_router_biases(model, rate)
+
+
+# --- Sampling -------------------------------------------------------------------------------------
+
+
+def sample(
+    model: nn.Module,
+    prompts: list[np.ndarray],
+    draws: np.ndarray,
+    eos_token_id: int,
+    device: torch.device,
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Answers to prompts, at temperature 1, each up to the token that ends the turn.
+
+    Token t of answer i is where the cumulative distribution reaches draws[i, t]. So what is drawn
+    for an answer does not depend on what is sampled beside it, as it would with one generator for
+    all of them.
+
+    Args:
+        prompts: ids of each prompt, of any lengths.
+        draws: float64 [answers, answer length], from 0 to 1; equally many answers to each prompt,
+            those to one after those to the other.
+
+    Returns:
+        Of each answer the tokens (uint32) and their log-probabilities (float32).
+    """
+    longest = max(len(prompt) for prompt in prompts)
+    # All answers go on in the same column, so prompts are padded on the left.
+    ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
+    mask = torch.zeros(len(prompts), longest, dtype=torch.bool)
+    for i, prompt in enumerate(prompts):
+        ids[i, -len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
+        mask[i, -len(prompt) :] = True
+    ids = ids.to(device)
+    mask = mask.to(device)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = DynamicCache()
+    logits = model(
+        input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache
+    )
+    # A prompt is read once for all answers to it.
+    group = len(draws) // len(prompts)
+    cache.batch_repeat_interleave(group)
+    logits = logits.repeat_interleave(group, dim=0)
+    mask = mask.repeat_interleave(group, dim=0)
+    positions = positions[:, -1:].repeat_interleave(group, dim=0)
+
+    draws = torch.from_numpy(draws).to(device)
+    tokens = torch.full(draws.shape, -1, device=device)
+    log_probs = torch.zeros(draws.shape, device=device)
+    going = torch.arange(len(draws), device=device)  # the answers that have not ended
+    for t in range(draws.shape[1]):
+        distribution = logits.double().softmax(-1).cumsum(-1)
+        threshold = draws[going, t, None] * distribution[:, -1:]
+        ids = torch.searchsorted(distribution, threshold, right=True)  # [answers, 1]
+        tokens[going, t] = ids[:, 0]
+        log_probs[going, t] = logits.log_softmax(-1).gather(1, ids)[:, 0]
+        go_on = (ids[:, 0] != eos_token_id).nonzero()[:, 0]
+        if len(go_on) == 0 or t == draws.shape[1] - 1:
+            break
+        if len(go_on) < len(going):  # an answer that has ended costs nothing more
+            going = going[go_on]
+            ids = ids[go_on]
+            mask = mask[go_on]
+            positions = positions[go_on]
+            cache.batch_select_indices(go_on)
+        mask = nn.functional.pad(mask, (0, 1), value=True)
+        positions = positions + 1
+        logits = model(
+            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache
+        )
+    tokens = tokens.cpu().numpy()
+    log_probs = log_probs.cpu().numpy()
+    lengths = (tokens >= 0).sum(1)
+    return [
+        (tokens[i, :length].astype(np.uint32), log_probs[i, :length])
+        for i, length in enumerate(lengths)
+    ]
+
+
+def answer_prompts(
+    model: nn.Module,
+    rows: common.Rows,
+    chosen: list[int],
+    num_answers: int,
+    step: int,
+    tokenizer: Any,
+    config: Config,
+    device: torch.device,
+) -> list[list[Answer]]:
+    """The group of answers to the prompt of each chosen row, sampled and judged by all ranks.
+
+    Each rank samples at its own pace; then all get all. Random numbers depend on the seed, the step
+    and the row alone: not on the number of ranks, nor on what was drawn before.
+    """
+    rank, size = data_parallel_rank_and_size(config)
+    own = chosen[rank::size]
+    groups = []
+    with whole_parameters(model, config):
+        for first in range(0, len(own), config.sample_prompts):
+            some = own[first : first + config.sample_prompts]
+            draws = []
+            prompts = []
+            references = []
+            for row in some:
+                generator = np.random.default_rng([config.seed, step, row])
+                draws.append(generator.random((num_answers, config.answer_length)))
+                tokens, learned = rows.read(row)
+                prompts.append(tokens[~learned])
+                references.append(tokens[learned])
+            sampled = sample(model, prompts, np.concatenate(draws), tokenizer.eos_token_id, device)
+            for i, (prompt, reference) in enumerate(zip(prompts, references)):
+                of_prompt = sampled[i * num_answers : (i + 1) * num_answers]
+                groups.append([judge(tokenizer, prompt, *each, reference) for each in of_prompt])
+    of_ranks = common.gather(groups)  # waits for the rank with the longest answers
+    return [of_ranks[i % size][i // size] for i in range(len(chosen))]
+
+
+def judge(
+    tokenizer: Any,
+    prompt: np.ndarray,
+    tokens: np.ndarray,
+    log_probs: np.ndarray,
+    reference: np.ndarray,
+) -> Answer:
+    """A sampled answer with its reward, 0 if it has not ended."""
+    end = tokenizer.eos_token_id
+    if tokens[-1] != end:
+        return Answer(prompt, tokens, log_probs, 0.0)
+    texts = [tokenizer.decode(ids[ids != end]) for ids in (prompt, tokens, reference)]
+    return Answer(prompt, tokens, log_probs, checked_reward(*texts))
+
+
+def roll_out(
+    model: nn.Module,
+    rows: common.Rows,
+    step: int,
+    tokenizer: Any,
+    config: Config,
+    device: torch.device,
+) -> tuple[common.GlobalBatch, dict[str, float]]:
+    """What a step trains on, answers to prompts that it draws; and what is measured of them."""
+    generator = np.random.default_rng([config.seed, step])
+    chosen = generator.choice(len(rows.lengths), config.prompts, replace=False).tolist()
+    groups = answer_prompts(model, rows, chosen, config.answers, step, tokenizer, config, device)
+    rewards = np.array([[answer.reward for answer in group] for group in groups])
+    advantages = rewards - rewards.mean(1, keepdims=True)
+    answers = [answer for group in groups for answer in group]
+
+    rank, size = data_parallel_rank_and_size(config)
+    batches = AnswerBatches(
+        answers,
+        advantages.flatten().astype(np.float32),
+        ranks=size,
+        batching=config.batching,
+        max_length=config.max_length,
+        micro_batch_tokens=config.micro_batch_tokens,
+        pad_to_multiple_of=config.pad_to_multiple_of,
+        padding_id=tokenizer.eos_token_id,
+        seed=config.seed,
+    )
+    batch = batches.global_batch(0, batches.num_micro_batches, rank, size)
+    unended = [answer.tokens[-1] != tokenizer.eos_token_id for answer in answers]
+    measured = {
+        "reward": rewards.mean(),
+        # The part of the prompts whose answers differ in reward. The others teach nothing.
+        "mixed": (rewards.std(1) > 0).mean(),
+        "answer_length": batch.num_labels / len(answers),
+        "truncated": np.mean(unended),
+    }
+    return batch, {name: float(value) for name, value in measured.items()}
+
+
+# --- Optimizer and schedule -----------------------------------------------------------------------
+
+
+def build_optimizer(model: nn.Module, decayed: set[str], config: Config) -> torch.optim.AdamW:
+    """AdamW on the parameters as this rank holds them."""
+    parameters = named_parameters(model)
+    groups = [
+        {
+            "params": [parameter for name, parameter in parameters if name in decayed],
+            "weight_decay": config.weight_decay,
+        },
+        {
+            "params": [parameter for name, parameter in parameters if name not in decayed],
+            "weight_decay": 0.0,
+        },
+    ]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+
+
+def learning_rate_at(step: int, config: Config) -> float:
+    """Linear warm-up, then a cosine down to the minimum, reached at the last step."""
+    if step <= config.warmup_steps:
+        return config.learning_rate * step / config.warmup_steps
+    progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
+    cosine = (1 + math.cos(math.pi * progress)) / 2
+    return config.min_learning_rate + cosine * (config.learning_rate - config.min_learning_rate)
+
+
+# --- Checkpoints ----------------------------------------------------------------------------------
+
+CUDA = torch.cuda.is_available()
+# Copies a state dict to CPU memory. NOTE: it uses the same memory each time, so a copy is good
+# until the next one; `common.Checkpoints` waits for a write before it asks for the next.
+STAGER = dcp.staging.DefaultStager(
+    dcp.staging.StagingOptions(
+        use_pinned_memory=CUDA,
+        use_shared_memory=False,
+        use_async_staging=False,
+        use_non_blocking_copy=CUDA,
+    )
+)
+
+
+class State(dcp.stateful.Stateful):
+    """Model and optimizer as one object that DCP, torch.distributed.checkpoint, can ask and fill.
+
+    Tensors go by the model's own parameter names and whole shapes, whatever the strategy: so any
+    script at any world size can load what another one saved.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        self.model = model
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        # NOTE: optimizer.state_dict() would be empty before the first step, with nothing for a load
+        # to fill. This makes the moments then, by a step with a learning rate of 0.
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        for group in optimizer["param_groups"]:
+            # A rank may have only some of the parameters, but a file has one list of their names.
+            names = common.gather(group["params"])  # a collective: those of each rank
+            group["params"] = sorted(set().union(*names))
+        return {"model": model, "optimizer": optimizer}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        own = {name for name, _ in named_parameters(self.model)}
+        for group in state_dict["optimizer"]["param_groups"]:
+            group["params"] = [name for name in group["params"] if name in own]
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optimizer"],
+        )
+
+
+def save_checkpoint(
+    state: State,
+    model_config: PreTrainedConfig,
+    tokenizer: Any,
+    config: Config,
+    group: dist.ProcessGroup,
+) -> Callable[[Path], None]:
+    """Returns what writes this moment's state to a directory, each rank its part.
+
+    `common.Checkpoints` calls it in a thread of its own, with a group of its own: training may go
+    on meanwhile, and its collectives must not mix with those of the write.
+    """
+    state_dict = state.state_dict()
+    if config.async_checkpoint:
+        state_dict = STAGER.stage(state_dict)  # training is about to change the original
+
+    def write(directory: Path) -> None:
+        if dist.get_rank() == 0:
+            model_config.save_pretrained(directory / "hf")
+            common.save_tokenizer(tokenizer, directory / "hf")
+        if config.checkpoint_style == "stateful":
+            dcp.save({"app": state_dict}, checkpoint_id=directory, process_group=group)
+        else:
+            for name, part in state_dict.items():
+                dcp.save(part, checkpoint_id=directory / name, process_group=group)
+
+    return write
+
+
+def load_checkpoint(state: State, config: Config, directory: Path) -> None:
+    """Each rank reads what it keeps, into the tensors of the state that it has now."""
+    groups = state.optimizer.param_groups
+    given = [{key: group[key] for key in group if key != "params"} for group in groups]
+    if (directory / "model").is_dir():
+        state_dict = state.state_dict()
+        for name, part in state_dict.items():
+            dcp.load(part, checkpoint_id=directory / name)
+        state.load_state_dict(state_dict)
+    else:
+        dcp.load({"app": state}, checkpoint_id=directory)
+    # Hyper-parameters come with the moments, but those of the flags hold: they may have changed.
+    for group, hyper_parameters in zip(state.optimizer.param_groups, given):
+        group.update(hyper_parameters)
+
+
+# --- Training -------------------------------------------------------------------------------------
+
+
+def train_step(
+    model: nn.Module,
+    reference: nn.Module | None,
+    optimizer: torch.optim.Optimizer,
+    batch: common.GlobalBatch,
+    learning_rate: float,
+    config: Config,
+    device: torch.device,
+) -> dict[str, float]:
+    """Optimizer steps on the answers of a step; returns what is measured in the last of them."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    add_reference(reference, batch, device)
+    old_log_probs: list[torch.Tensor] = []
+    for _ in range(config.inner_steps):
+        total = forward_backward(model, batch, old_log_probs, config, device)
+        grad_norm = clip_gradients(model, config.grad_clip or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        expert_load = balance_experts(model, config.balance_rate)
+    # Reading a number waits for the GPU, so it comes last.
+    measured = dict(zip(MEASURED, (total / batch.num_labels).tolist()))
+    measured["grad_norm"] = grad_norm.item()
+    if expert_load is not None:
+        measured["expert_load"] = expert_load.item()
+    return measured
+
+
+# --- Validation -----------------------------------------------------------------------------------
+
+
+def evaluate(
+    model: nn.Module, rows: common.Rows, tokenizer: Any, config: Config, device: torch.device
+) -> float:
+    """Mean reward of answers to held-out prompts, drawn by the same random numbers each time."""
+    chosen = list(range(min(config.eval_prompts, len(rows.lengths))))
+    groups = answer_prompts(model, rows, chosen, config.eval_answers, 0, tokenizer, config, device)
+    return float(np.mean([answer.reward for group in groups for answer in group]))
+
+
+def log_validation(run: common.Run, step: int, reward: float) -> None:
+    """Log a validation under the training step it belongs to."""
+    run.log({"step": step, "validation_reward": reward})
+    run.say(f"step {step}: validation reward {reward:.4f}")
+
+
+# --- Main -----------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    config = common.parse_config(Config)
+
+    # Preparing data may take long, so it comes before the ranks meet and wait for each other: the
+    # first rank of a node does it, the others find it in the cache.
+    tokenizer, known_ids = chat_tokenizer(config.tokenizer)
+    if config.init_from:
+        # The tokens of the template may be new to the model: it needs embeddings for them.
+        config.init_from = grow_vocabulary(config.init_from, known_ids, len(tokenizer))
+        config.model = config.init_from
+    rows = common.load_rows(
+        config.dataset,
+        config.dataset_config,
+        config.dataset_split,
+        columns=CONVERSATIONS,
+        function=chat_rows,
+        tokenizer=tokenizer,
+        max_length=config.max_length - config.answer_length,
+    )
+    training_rows, validation_rows = rows.split()
+    if config.prompts > len(training_rows.lengths):
+        common.refuse(f"--prompts {config.prompts}: there are {len(training_rows.lengths)}")
+    model_config = build_model_config(config, len(tokenizer), tokenizer.eos_token_id)
+    if config.steps == 0:
+        print("the data is prepared")
+        return
+
+    device = init_process_group(config)
+    rank = dist.get_rank()
+    world_size = dist.get_world_size()
+    contents = common.describe_contents(model_config, tokenizer, rows)
+    model = build_model(config, model_config)
+    size = ModelSize(model)
+    run = common.Run(vars(config), size.num_parameters, contents, device, rank, world_size)
+    for note, count in rows.notes.items():
+        if note:
+            run.say(f"{count:,} prompts are {note}")
+    checkpoints = common.Checkpoints(
+        run.directory / "checkpoints",
+        keep=config.keep_checkpoints,
+        facts=run.facts,
+        rank=rank,
+        world_size=world_size,
+        timeout=run.timeout,
+    )
+    # Where the run goes on from, if there is something: every rank checks a part of its files.
+    resumed, progress = checkpoints.find(config.resume)
+
+    decayed = weight_decay_names(model)
+    model = parallelize(model, config, device)
+    optimizer = build_optimizer(model, decayed, config)
+    state = State(model, optimizer)
+    if resumed:
+        load_checkpoint(state, config, resumed)
+    elif config.init_from:
+        common.load_weights(model, config.init_from)
+    reference = None
+    if config.reference_weight:
+        reference = parallelize(build_model(config, model_config), config, device)
+        common.load_weights(reference, config.init_from)
+        reference.eval()
+    save = partial(save_checkpoint, state, model_config, tokenizer, config, checkpoints.group)
+
+    run.begin(resumed, progress["step"])
+    if not resumed:
+        log_validation(run, 0, evaluate(model, validation_rows, tokenizer, config, device))
+    # Prompts and random numbers are a function of the step number: nothing of them has to be saved.
+    for step in range(progress["step"] + 1, config.steps + 1):
+        started = time.perf_counter()
+        batch, of_answers = roll_out(model, training_rows, step, tokenizer, config, device)
+        sample_seconds = time.perf_counter() - started
+        if of_answers["mixed"] == 0:
+            run.say(f"step {step}: no prompt has answers of unlike reward, so nothing is learned")
+        torch.manual_seed(config.seed + step * world_size + rank)  # of dropout
+        learning_rate = learning_rate_at(step, config)
+        measured = train_step(model, reference, optimizer, batch, learning_rate, config, device)
+        progress = {"step": step, "tokens": progress["tokens"] + batch.num_labels}
+        run.log_step(
+            batch,
+            size.flops(batch) * config.inner_steps,
+            **progress,
+            **of_answers,
+            **measured,
+            learning_rate=learning_rate,
+            sample_seconds=sample_seconds,
+            step_seconds=time.perf_counter() - started,
+        )
+        stopping = run.should_stop()  # a signal came to any rank
+        if step % config.eval_every == 0 or step == config.steps:
+            validation_reward = evaluate(model, validation_rows, tokenizer, config, device)
+            log_validation(run, step, validation_reward)
+            progress["validation_loss"] = -validation_reward  # the best checkpoint has the least
+        if step % config.checkpoint_every == 0 or step == config.steps or stopping:
+            checkpoints.write(save, progress, config.async_checkpoint)
+        if stopping:
+            break
+    checkpoints.wait()
+
+    # Leaving with the model alive can abort in the communication threads: drop it, then the group.
+    del model, reference, optimizer, state, save
+    gc.collect()
+    dist.barrier()
+    dist.destroy_process_group()
+    next_command = NEXT_COMMAND.format(run_dir=config.run_dir)
+    run.finish(progress["step"], checkpoints.last, validation_rows.prompt(), next_command)
+
+
+if __name__ == "__main__":
+    common.launch(main)
