@@ -1464,8 +1464,12 @@ def judge(
     end = tokenizer.eos_token_id
     if tokens[-1] != end:
         return Answer(prompt, tokens, log_probs, 0.0)
-    texts = [tokenizer.decode(ids[ids != end]) for ids in (prompt, tokens, reference)]
-    return Answer(prompt, tokens, log_probs, checked_reward(*texts))
+    value = checked_reward(
+        tokenizer.decode(prompt),
+        tokenizer.decode(tokens[:-1]),
+        tokenizer.decode(reference[reference != end]),
+    )
+    return Answer(prompt, tokens, log_probs, value)
 
 
 def roll_out(
@@ -1753,7 +1757,7 @@ def main() -> None:
         batch, of_answers = roll_out(model, training_rows, step, tokenizer, config, device)
         sample_seconds = time.perf_counter() - started
         if of_answers["mixed"] == 0:
-            run.say(f"step {step}: no prompt has answers of unlike reward, so nothing is learned")
+            run.say(f"step {step}: to no prompt do rewards of answers differ: nothing is learned")
         torch.manual_seed(config.seed + step * world_size + rank)  # of dropout
         learning_rate = learning_rate_at(step, config)
         measured = train_step(model, reference, optimizer, batch, learning_rate, config, device)

@@ -63,7 +63,7 @@ from common import flag
 # --- Config ---------------------------------------------------------------------------------------
 
 # What the end of a run suggests to try next.
-NEXT_COMMAND = "README.md shows how to chat with {run_dir}/hf"
+NEXT_COMMAND = "torchrun --nproc-per-node=2 fsdp2_grpo.py --init_from {run_dir}"
 
 
 @dataclass(config=ConfigDict(allow_inf_nan=False))

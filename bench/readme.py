@@ -11,12 +11,14 @@ A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of
     fsdp2_pretrain fsdp2_pp_pretrain
     fsdp2_pretrain fsdp2_ep_pretrain
     fsdp2_pretrain fsdp2_sft
+    fsdp2_sft fsdp2_grpo
     flags                            all flags with default and meaning, from the scripts
     traffic                          what a strategy keeps and moves (bench/strategies.py)
     choosing                         which script fits where, of docs/choosing.json
     inside                           tensor and context parallel, of docs/inside.json
     stages                           pipelines across machines, of docs/stages.json
     experts                          a mixture of experts on many GPUs, of docs/experts.json
+    sampling                         what sampling takes beside training (bench/strategies.py)
     bubble                           what stages wait, of docs/bubble.json
     pretraining, fine-tuning, steps  speed beside bare loops and libraries, of docs/compare.json
 
@@ -40,7 +42,8 @@ from shared import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NAMES = [  # in hunks that only name things: they are left out if no reason has them
-    '"""Causal-LM', "What a rank keeps", "parameters whole. FSDP", "of its gradients, P(N-1)/N",
+    '"""Causal-LM', '"""Supervised', "`diff fsdp2_", "A chat template makes", "FSDPModule,",
+    "What a rank keeps", "parameters whole. FSDP", "of its gradients, P(N-1)/N",
     "The idea is ZeRO-3's", "Choose ", "torchrun --standalone", "import ", "run_dir: str",
     "NEXT_COMMAND = ",
 ]  # fmt: skip
@@ -266,6 +269,83 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             ["function=chat_rows", "conversations are {note}"],
         ),
     ],
+    ("fsdp2_sft", "fsdp2_grpo"): [
+        (
+            "A step is no longer so many tokens but so many prompts, each with a group of answers. "
+            "How far a step may go is bounded by a ratio of probabilities, and rewards are what is "
+            "validated.",
+            ["max_length: PositiveInt", "# sampling and reward", "steps of the whole",
+             "learning_rate: PositiveFloat", "eval_every: PositiveInt", "validation reward stays",
+             "self.prompts % world_size", "is no multiple of", "self.reference_weight and"],
+        ),
+        (
+            "The conversations are the same, but what is before the last answer is a prompt now, "
+            "and the answer is a reference for the judge. Nothing is cut: a prompt without its end "
+            "would ask something else.",
+            ["common.PLAN +=", "A prompt and its answer", "messages, _ =", "prompt_length =",
+             "max_length - config.answer_length", "prompts are {note}"],
+        ),
+        (
+            "What is learned comes from memory, not from disk, with two numbers more for each "
+            "token. Answers differ in length from step to step, so micro-batches are planned anew "
+            "for each step, as many for each rank.",
+            ["class AnswerBatches", "sampled_log_probs: float32", "self.answers[row].log_probs"],
+        ),
+        (
+            "The reward, which is the task; and the loss, which is the same whatever the task. "
+            "Both are plain functions, of an answer's text and of numbers a token.",
+            ["# --- Reward and loss"],
+        ),
+        (
+            "The loss needs the probability of each token, where cross entropy was one sum. So "
+            "forward returns them; and without labels the logits of the next token, to sample.",
+            ["chunk_log_probs", "label_log_probs", "log_probs: Callable", "log_probs(hidden",
+             "partial(checkpoint, log_probs", "Without labels", "the head belongs",
+             "labels is None", "torch.cat(",
+             "labels: torch.Tensor | None", "in logits in fp32", "log-probabilities of a micro",
+             "Log-probabilities of the labels", "def forward_with_log_probs", "In bf16 the chunks",
+             "returns log-probabilities", 'reduction="none"'],
+        ),
+        (
+            "How a model in shards samples: whole. Every rank gathers all parameters once, and its "
+            "forwards send nothing until it gives them back. Under FSDP's hooks each token of each "
+            "answer would gather each block, and all ranks would have to sample the same number "
+            "of tokens.",
+            ["def whole_parameters"],
+        ),
+        (
+            "The log-probabilities of the first inner step are kept for the next ones, and sums of "
+            "all that is measured take the place of the one loss.",
+            ["old_log_probs: list[torch.Tensor],", "[MEASURED]", "len(MEASURED)",
+             "OF_TOKENS if name", "fills the list"],
+        ),
+        (
+            "Sampling: a cache of keys and values, prompts padded on the left, and for each token "
+            "one random number that depends on seed, step, prompt and place alone. Answers that "
+            "have ended leave the batch. Each rank samples and judges for its share of the "
+            "prompts; then all learn of all answers, and deal them out by length.",
+            ["# --- Sampling"],
+        ),
+        (
+            "A step can be several optimizer steps on the same answers, which is what the ratio "
+            "and its bounds are for.",
+            ["reference: nn.Module | None,", "Optimizer steps on the answers", "inner_steps):",
+             "zip(MEASURED", "* config.inner_steps", "train_step(model, reference"],
+        ),
+        (
+            "Validation samples too, with the same random numbers each time, and before the first "
+            "step as well: a reward is worth what it has risen by.",
+            ["rows: common.Rows, tokenizer", "Mean reward of answers", "def log_validation",
+             "validation_reward ="],
+        ),
+        (
+            "The loop takes its batch from `roll_out`. If it is asked for, the model that the run "
+            "began with is kept too, in shards, to measure how far this one has gone from it.",
+            ["if not resumed:", "config.prompts > len(", "batch, of_answers",
+             "if config.reference_weight", "del model, reference", "**of_answers",
+             "sample_seconds="],
+        ),
+    ],
 }  # fmt: skip
 
 
@@ -305,6 +385,7 @@ def flags() -> str:
     lines = ["| flag | default | |", "| --- | --- | --- |"]
     scripts = ["fsdp2_pretrain", "fsdp1_pretrain", "ddp_pretrain", "fsdp2_tp_pretrain"]
     scripts += ["fsdp2_cp_pretrain", "fsdp2_pp_pretrain", "fsdp2_ep_pretrain", "fsdp2_sft"]
+    scripts += ["fsdp2_grpo"]
     configs = {script: importlib.import_module(script).Config for script in scripts}
     fields = {
         script: {f.name: f for f in dataclasses.fields(configs[script])} for script in scripts
@@ -337,6 +418,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "stages": strategies.stages_table,
         "bubble": bubble.bubble_table,
         "experts": strategies.experts_table,
+        "sampling": strategies.sampling_table,
         "steps": lambda: compare.steps_table(compared),
     }
     for work in ("pretraining", "fine-tuning"):

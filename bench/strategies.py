@@ -5,6 +5,7 @@
     python bench/strategies.py inside       tensor and context parallel: docs/inside.json (minutes)
     python bench/strategies.py stages       pipelines over slow links: docs/stages.json (minutes)
     python bench/strategies.py experts      a mixture of experts: docs/experts.json (minutes)
+    python bench/strategies.py sampling     what sampling answers takes beside training, by formula
     python bench/strategies.py timeline     what is held and moved over a step: docs/timeline.png
     python bench/strategies.py ranks        memory and traffic over the ranks: docs/ranks.png
 
@@ -15,7 +16,8 @@ replicas; a setting fits if it leaves a tenth of the GPU free. inside: the same 
 micro-batches of one row, full activation checkpointing, bf16. stages: the 7B shape on two machines
 of 8 GPUs, 2^20 tokens a step in micro-batches of a row of 8,192, full activation checkpointing,
 bf16; of a pipeline the stage that keeps or sends more. experts: qwen3-30b-a3b, one micro-batch of
-8,192 tokens a rank, full activation checkpointing, bf16, experts evenly used. timeline: 6 blocks of
+8,192 tokens a rank, full activation checkpointing, bf16, experts evenly used. sampling: the same
+shapes on 8 ranks of 80 GB, bf16, a tenth left free. timeline: 6 blocks of
 qwen2-0.5b's width on 8 ranks, time in FLOPs. ranks: qwen2-0.5b, a micro-batch of 4,096 tokens a
 rank and step.
 """
@@ -29,8 +31,10 @@ from collections.abc import Callable
 from typing import Any
 
 import shared
+import torch
 from dry_run import GIB, MIB, Report, Watch, be_rank, dry_run
 from shared import ROOT, STRATEGIES, qwen2
+from transformers import AutoModelForCausalLM
 
 SHAPES = {  # Qwen2.5's
     "0.5B": qwen2(896, 4864, 24, 14, 2, 151936),
@@ -355,6 +359,31 @@ def experts_table() -> str:
     return "\n".join(lines)
 
 
+def sampling_table(ranks: int = 8, card: int = 80) -> str:
+    """Markdown: what `fsdp2_grpo.py` keeps while it samples; how many tokens there is room for.
+
+    A token has a key and a value in each block, of all heads that have their own.
+    """
+    lines = [
+        f"| | shards on {ranks} ranks | whole parameters | keys and values of 1,000 tokens | "
+        f"tokens at a time on {card} GB |",
+        "| --- " * 5 + "|",
+    ]
+    for name, shape in SHAPES.items():
+        with torch.device("meta"):
+            parameters = AutoModelForCausalLM.from_config(shape).num_parameters()
+        head_size = shape.hidden_size // shape.num_attention_heads
+        of_token = 2 * 2 * shape.num_hidden_layers * shape.num_key_value_heads * head_size
+        shards, whole = 16 * parameters / ranks, 2 * parameters
+        tokens = (0.9 * card * 1e9 - shards - whole) / of_token
+        room = f"{tokens:,.0f}" if tokens > 0 else "none"
+        lines.append(
+            f"| {name} | {shards / 1e9:.1f} GB | {whole / 1e9:.1f} GB | {of_token / 1e3:.0f} MB | "
+            f"{room} |"
+        )
+    return "\n".join(lines)
+
+
 # --- Pictures -------------------------------------------------------------------------------------
 
 HELD = {  # what is resident, and its colour
@@ -456,7 +485,8 @@ def ranks() -> None:
 def main() -> None:
     made = {
         "traffic": lambda: print(traffic_table()), "choosing": choosing, "inside": inside,
-        "stages": stages, "experts": experts, "timeline": timeline, "ranks": ranks,
+        "stages": stages, "experts": experts, "sampling": lambda: print(sampling_table()),
+        "timeline": timeline, "ranks": ranks,
     }  # fmt: skip
     reader = shared.parser(__doc__)
     reader.add_argument("what", choices=made)

@@ -238,11 +238,15 @@ def run(corpus, tmp_path_factory):
     return once
 
 
+def read_lines(run_dir: Path) -> list[dict]:
+    """The lines of a run's metrics.jsonl."""
+    text = (Path(run_dir) / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
 def metrics(run_dir: Path) -> tuple[list[dict], list[dict]]:
     """Training lines and validation lines."""
-    lines = [
-        json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = read_lines(run_dir)
     return [x for x in lines if "loss" in x], [x for x in lines if "validation_loss" in x]
 
 

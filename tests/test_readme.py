@@ -1,6 +1,8 @@
 """README.md and docs/*.md say what is so: their commands work, generated parts are current."""
 
 import importlib
+import inspect
+import json
 import math
 import os
 import re
@@ -14,11 +16,12 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import EXPERTS, INSIDE, ROOT, SCRIPTS, metrics
+from conftest import EXPERTS, INSIDE, ROOT, SCRIPTS, metrics, read_lines
 
 import common
+import fsdp2_grpo
 
-ALL_SCRIPTS = [*SCRIPTS, *INSIDE, EXPERTS, "fsdp2_sft.py"]
+ALL_SCRIPTS = [*SCRIPTS, *INSIDE, EXPERTS, "fsdp2_sft.py", "fsdp2_grpo.py"]
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = {page.name: page.read_text() for page in PAGES}
@@ -151,10 +154,18 @@ def test_first_run(tmp_path):
     assert re.search(r"\b(def|self|return|if|for)\b", sample)  # a newcomer sees that it is Python
     assert f"files: {run_dir.relative_to(tmp_path)}/metrics.jsonl" in printed
     following = re.search(r"next:  (.*)", printed)[1]
-    pretrain, tune, *chat = block("chain")
+    pretrain, tune, reinforce, *chat = block("chain")
     assert (pretrain, tune.replace("--standalone ", "")) == (command, following)
-    run(following, 240)
-    assert seconds[following] < 20
+    following = re.search(r"next:  (.*)", run(following, 240))[1]
+    assert reinforce.replace("--standalone ", "") == following
+    run(following, 480)
+    rewards = [
+        line["validation_reward"] for line in read_lines(tmp_path / "runs/fsdp2_grpo")
+        if "validation_reward" in line
+    ]  # fmt: skip
+    before, after = map(float, re.search(r"rises from ([\d.]+) to ([\d.]+)", README).groups())
+    assert rewards[0] < before + 0.03
+    assert rewards[-1] > after - 0.1 > before + 0.25
     streamed = run("\n".join(chat), 120, quiet=False)
     assert streamed.startswith("<|begin_of_thought|>") and len(streamed) > 50
     held_out = subprocess.run(
@@ -162,6 +173,21 @@ def test_first_run(tmp_path):
     )
     measured = re.search(r"validation loss ([\d.]+)", held_out.stdout)[1]
     assert float(measured) == pytest.approx(bigram, abs=0.005)
+
+
+def test_the_other_reward_is_one():
+    """The README's example of an own reward works in the place of the script's."""
+    code = re.search(r"<!-- own reward -->\n```python\n(.*?)```", README, re.DOTALL)[1]
+    assert len(code.splitlines()) <= 10
+    made = {"json": json}
+    exec(code, made)
+    reference = '{"name": "a", "size": 2}'
+    for answer, expected in {
+        "name": 0.0, "[1]": 0.1, "{}": 0.2, '{"size": 0}': 0.6, '{"size": 1, "name": []}': 1.0,
+    }.items():  # fmt: skip
+        assert made["reward"]("which file?", answer, reference) == pytest.approx(expected)
+    own, theirs = (inspect.signature(function) for function in (made["reward"], fsdp2_grpo.reward))
+    assert own == theirs
 
 
 def dry_run(*words: str) -> str:

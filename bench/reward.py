@@ -1,0 +1,69 @@
+"""Pretrain, fine-tune and reinforce as the README does, and draw how the reward rises.
+
+    python bench/reward.py [SEEDS]
+
+Reinforcement learning is repeated with as many seeds (3), each from the same fine-tuned model, all
+on 2 ranks. Writes docs/reward.png and docs/reward.json: of each seed the mean reward of held-out
+prompts, by step, and the seconds of the run.
+"""
+
+import json
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import shared
+from shared import ROOT
+
+
+def run(folder: str, script: str, *words: Any) -> float:
+    """Run a script on 2 ranks, its files in `folder`; returns the seconds it took."""
+    began = time.perf_counter()
+    command = shared.torchrun(2, ROOT / f"{script}.py", *words)
+    subprocess.run(command, cwd=folder, check=True)
+    return time.perf_counter() - began
+
+
+def rewards(run_dir: Path) -> dict[int, float]:
+    """Validation reward by step."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return {
+        line["step"]: line["validation_reward"] for line in lines if "validation_reward" in line
+    }
+
+
+def draw(seen: list[dict[str, Any]]) -> None:
+    figure, axes = shared.plotting().subplots(figsize=(7, 3), dpi=150)
+    for seed, (colour, line) in enumerate(zip(["#1d3557", "#e76f51", "#2a9d8f"] * len(seen), seen)):
+        steps = [int(step) for step in line["rewards"]]
+        label = f"seed {seed}"
+        axes.plot(steps, [*line["rewards"].values()], marker="o", color=colour, label=label)
+    axes.set_xlabel("step")
+    axes.set_ylabel("mean reward, held-out prompts")
+    axes.set_ylim(0, None)
+    axes.legend(frameon=False)
+    shared.finish(figure, ROOT / "docs/reward.png")
+
+
+def main() -> None:
+    [seeds] = shared.read(__doc__, seeds=3)
+    seen = []
+    with tempfile.TemporaryDirectory() as folder:
+        run(folder, "fsdp2_pretrain")
+        run(folder, "fsdp2_sft", "--init_from", "runs/fsdp2_pretrain")
+        for seed in range(seeds):
+            run_dir = Path(folder, f"runs/seed_{seed}")
+            words = ["--init_from", "runs/fsdp2_sft", "--seed", seed, "--run_dir", run_dir]
+            seconds = run(folder, "fsdp2_grpo", *words)
+            seen.append({"rewards": rewards(run_dir), "seconds": round(seconds)})
+    (ROOT / "docs/reward.json").write_text(json.dumps(seen, indent=2) + "\n")
+    draw(seen)
+    for seed, line in enumerate(seen):
+        first, *_, last = line["rewards"].values()
+        print(f"seed {seed}: from {first:.2f} to {last:.2f} in {line['seconds']} s")
+
+
+if __name__ == "__main__":
+    main()
