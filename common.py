@@ -1277,15 +1277,6 @@ def peak_flops(name: str) -> float | None:
     return next((peak for model, peak in PEAK_FLOPS.items() if model in name), None)
 
 
-def activate_flash_attention() -> None:
-    """Take the kernels of an installed flash-attn package instead of torch's own (version 2)."""
-    generation, _ = torch.cuda.get_device_capability()
-    implementation = {9: "FA3", 10: "FA4"}.get(generation)  # Hopper, Blackwell
-    if implementation:
-        with contextlib.suppress(ModuleNotFoundError):
-            torch.nn.attention.activate_flash_attention_impl(implementation)
-
-
 def peak_memory(device: torch.device) -> int:
     """Most bytes held so far: on the GPU by torch's allocator, else by the process."""
     if device.type == "cuda":

@@ -189,7 +189,12 @@ def init_process_group(config: Config) -> torch.device:
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     # cuDNN's attention plans a kernel for each new shape, which takes longer than many runs of it.
     torch.backends.cuda.enable_cudnn_sdp(config.pad_to_multiple_of > 1)
-    common.activate_flash_attention()
+    # Kernels of the flash-attn package, if it is there, in place of torch's own (its version 2).
+    generation, _ = torch.cuda.get_device_capability()
+    flash_attention = {9: "FA3", 10: "FA4"}.get(generation)  # Hopper, Blackwell
+    if flash_attention:
+        with contextlib.suppress(ModuleNotFoundError):
+            torch.nn.attention.activate_flash_attention_impl(flash_attention)
     # gloo beside NCCL serves what lies in CPU memory: Python objects and offloaded gradients.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     return device

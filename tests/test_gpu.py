@@ -14,6 +14,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 import common
 import fsdp2_pretrain
+import fsdp2_sft
 
 sys.path.insert(0, str(ROOT / "bench"))
 import gpu  # noqa: E402
@@ -140,21 +141,37 @@ def test_rotary_positions_do_not_go_through_a_matrix_product():
     assert flops.get_total_flops() == 0
 
 
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """What init_process_group asks of CUDA and of torch.distributed, as on one Hopper GPU."""
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    answers = {"is_available": True, "device_count": 1, "set_device": None}
+    answers |= {"get_device_capability": (9, 0), "memory._set_allocator_settings": None}
+    for name, answer in answers.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda *_, answer=answer: answer)
+    monkeypatch.setattr("torch.backends.cuda.enable_cudnn_sdp", lambda _: None)
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: None)
+
+
 @pytest.mark.parametrize(
     "capability, expected", [((8, 0), []), ((9, 0), ["FA3"]), ((10, 0), ["FA4"])]
 )
-def test_an_installed_flash_attention_is_activated(monkeypatch, capability, expected):
+@pytest.mark.parametrize("script", [fsdp2_pretrain, fsdp2_sft])
+def test_an_installed_flash_attention_is_activated(
+    monkeypatch, one_gpu, script, capability, expected
+):
     activated = []
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
-    common.activate_flash_attention()
+    script.init_process_group(script.Config(precision="bf16"))
     assert activated == expected
 
 
-def test_without_the_package_torchs_own_flash_attention_stays(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+@pytest.mark.parametrize("script", [fsdp2_pretrain, fsdp2_sft])
+def test_without_the_package_torchs_own_flash_attention_stays(monkeypatch, one_gpu, script):
     monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
-    common.activate_flash_attention()
+    script.init_process_group(script.Config(precision="bf16"))
     assert torch.nn.attention.current_flash_attention_impl() is None
 
 
