@@ -139,11 +139,12 @@ def parse_config(config_class: type) -> Any:
     if rest:
         refuse(f"unknown flag or word {rest[0]}; --help lists the flags, and a glob needs quotes")
     if config.init_from:
-        config.init_from = fetch_weights(config.init_from)
+        directory = fetch_weights(config.init_from)
         # Weights bring their architecture and tokenizer, unless the command line names others.
         given = {word[2:].split("=")[0] for word in sys.argv[1:] if word.startswith("--")}
         for name in {"model", "tokenizer"} - given:
-            setattr(config, name, config.init_from)
+            setattr(config, name, directory)
+        config.init_from = fuse_experts(directory)
     return config
 
 
@@ -879,6 +880,46 @@ def fetch_weights(name: str) -> str:
     return str(directory)
 
 
+def fuse_experts(directory: str) -> str:
+    """The directory, or another one where the experts of a layer are one tensor, as in memory.
+
+    Hub files of mixtures of experts hold them one by one.
+    """
+    with refusing(f"--init_from {directory}"):
+        names = HuggingFaceStorageReader(directory).read_metadata().state_dict_metadata
+    if any(".experts.0." in name for name in names):
+        return change_once(directory, "fused", lambda model: None)  # transformers fuses as it reads
+    return directory
+
+
+def change_once(directory: str, kind: str, change: Callable, *settings: Any) -> str:
+    """The directory of what `change(model, *settings)` makes of the model in another one.
+
+    One rank of a node makes it beside the cached data, with the whole model in CPU memory; the
+    others and later runs find it. It is in fp32: files may mix precisions, and transformers would
+    round them all to one.
+    """
+    files = [Path(directory, "config.json"), *sorted(Path(directory).glob("*.safetensors"))]
+    sums = [sum_of(file) for file in files]
+    # Parameters have other names in other versions.
+    key = fingerprint(sums, settings, transformers.__version__)
+    changed = Path(datasets.config.HF_DATASETS_CACHE, f"{kind}-{key}")
+    with prepare_in_turn(), refusing(f"--init_from {directory} cannot be prepared"):
+        if changed.exists():
+            return str(changed)
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=torch.float32, trust_remote_code=False, output_loading_info=True
+        )
+        # NOTE: only a warning tells of these, and what is missing has random numbers now.
+        unlike = found["missing_keys"] | found["unexpected_keys"]
+        if unlike:
+            refuse(f"--init_from {directory}: {min(unlike)} is missing or not the model's")
+        change(model, *settings)
+        with complete_or_absent(changed) as temporary:
+            model.save_pretrained(temporary, save_original_format=False)
+    return str(changed)
+
+
 def load_weights(model: torch.nn.Module, directory: str) -> None:
     """Fill whole or sharded parameters from the safetensors files of a Hugging Face directory.
 
@@ -895,10 +936,7 @@ def load_weights(model: torch.nn.Module, directory: str) -> None:
     unknown = reader.read_metadata().state_dict_metadata.keys() - known
     if unknown:
         also = f"{min(unknown)} ({len(unknown)} too many)"
-        # Above all, older files hold experts one by one, which now are one tensor.
-        load, save = "AutoModelForCausalLM.from_pretrained(X)", "save_original_format=False"
-        renew = f"if these are older names, {load}.save_pretrained(Y, {save}) renews them"
-        refuse(f"--init_from {directory}: its files also hold {also}; {renew}")
+        refuse(f"--init_from {directory}: its files also hold {also}")
     with refusing(f"--init_from {directory}"):  # names what is missing or of another shape
         dcp.load(wanted, storage_reader=reader)
     for head in tied.keys() & state_dict.keys():
@@ -932,11 +970,21 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     (directory / "tokenization.py").write_text(TOKENIZER_CODE)
 
 
-def export(checkpoint: Path, directory: Path) -> None:
-    """Any checkpoint -> what AutoModelForCausalLM and AutoTokenizer load, in one process on a CPU.
+@contextlib.contextmanager
+def complete_or_absent(directory: Path) -> Iterator[Path]:
+    """A path to write a directory to, which gets its own name once all of it is there."""
+    temporary = directory.with_name(f".{directory.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that died while writing
+    try:
+        yield temporary
+        shutil.rmtree(directory, ignore_errors=True)
+        temporary.rename(directory)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # if anything has failed
 
-    The directory is complete, or not there at all.
-    """
+
+def export(checkpoint: Path, directory: Path) -> None:
+    """Any checkpoint -> what AutoModelForCausalLM and AutoTokenizer load, in one CPU process."""
     with torch.device("meta"):
         model_config = transformers.AutoConfig.from_pretrained(checkpoint / "hf")
         model = transformers.AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
@@ -947,14 +995,11 @@ def export(checkpoint: Path, directory: Path) -> None:
         dcp.load(state_dict, checkpoint_id=checkpoint / "model", no_dist=True)
     else:
         dcp.load({"app": {"model": state_dict}}, checkpoint_id=checkpoint, no_dist=True)
-    temporary = directory.with_name(directory.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(checkpoint / "hf", temporary)
-    # Under the names that the model has, not those of older files: `load_weights` reads these.
-    model.save_pretrained(temporary, save_original_format=False)
-    shutil.copy(checkpoint / "checkpoint.json", temporary)  # says its step
-    shutil.rmtree(directory, ignore_errors=True)
-    temporary.rename(directory)
+    with complete_or_absent(directory) as temporary:
+        shutil.copytree(checkpoint / "hf", temporary)
+        # Under the names that the model has, not those of older files: `load_weights` reads these.
+        model.save_pretrained(temporary, save_original_format=False)
+        shutil.copy(checkpoint / "checkpoint.json", temporary)  # says its step
 
 
 # --- Checkpoints: directories that are complete or absent -----------------------------------------
@@ -1503,10 +1548,8 @@ def show_sample(directory: Path, prompt: np.ndarray) -> None:
 def command_line() -> None:
     if len(sys.argv) != 4 or sys.argv[1] != "export":
         refuse("usage: python common.py export CHECKPOINT OUT")
-    checkpoint = Path(sys.argv[2])
-    out = Path(sys.argv[3])
-    taken = [path for path in (out, out.with_name(out.name + ".tmp")) if path.exists()]
-    problem = f"{taken[0]} exists already" if taken else damage(checkpoint)
+    checkpoint, out = map(Path, sys.argv[2:])
+    problem = f"{out} exists already" if out.exists() else damage(checkpoint)
     if problem:
         refuse(f"export of {checkpoint}: {problem}")
     export(checkpoint, out)

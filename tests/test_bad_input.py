@@ -18,7 +18,6 @@ from transformers import (
     BloomConfig,
     GPT2Config,
     GraniteConfig,
-    MiniMaxM2ForCausalLM,
 )
 
 BASE = {**SMALL, "steps": 2, "eval_every": 2}
@@ -98,10 +97,6 @@ CASES = {
     "experts in layers that are cut": (
         TP | {"tensor_parallel": 1, "model": "FOLDER/mixture"},
         "mixture: only blocks with the layers of Llama's can be cut",
-    ),
-    "experts one by one": (
-        {"init_from": "FOLDER/mixture", "tokenizer": "bytes", "model": "FOLDER/mixture"},
-        "block_sparse_moe.* .28 too many.; if these are older names, .*=False. renews them",
     ),
     "negative rate of biases": ({"balance_rate": -1}, "--balance_rate -1.0: .*or equal to 0"),
     "other script's replicas": (
@@ -189,7 +184,7 @@ def commands(tmp_path_factory, corpus, weights_directory) -> dict[str, tuple[str
     GPT2Config(**sizes, bos_token_id=None, eos_token_id=None).save_pretrained(folder / "gpt2")
     GraniteConfig(**SIZES, embedding_multiplier=12.0).save_pretrained(folder / "granite")
     good = BASE | {"dataset": corpus, "run_dir": "FOLDER/run", "model": "FOLDER/shallow"}
-    MiniMaxM2ForCausalLM(small_mixture()).save_pretrained(folder / "mixture")  # in old names
+    small_mixture().save_pretrained(folder / "mixture")
     AriaTextConfig(
         vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, moe_num_experts=4, pad_token_id=None,

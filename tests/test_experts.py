@@ -1,10 +1,26 @@
-"""Mixtures of experts in the section Model: shapes, FLOPs, decay, and what a count moves."""
+"""Mixtures of experts in the section Model: shapes, FLOPs, decay, and what a count moves.
+
+And weights whose files hold experts one by one.
+"""
+
+import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import EXPERTS, SMALL, metrics, small_mixture
-from transformers import AutoModelForCausalLM, Ernie4_5_MoeConfig, MiniMaxM2Config
+from conftest import EXPERTS, RUN_FLAGS, SCRIPTS, SIZES, SMALL, launch, metrics, small_mixture, tree
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    Ernie4_5_MoeConfig,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
+    MixtralConfig,
+    Qwen3MoeConfig,
+)
 
+import common
 import fsdp2_pretrain as script
 
 
@@ -110,3 +126,155 @@ def test_a_resumed_run_goes_on_with_the_same_biases(run, mixture_directory, scri
     if script == EXPERTS:
         files = [(each / "hf/model.safetensors").read_bytes() for each in (whole, resumed)]
         assert files[0] == files[1]
+
+
+# --- Files that hold experts one by one, as on the hub --------------------------------------------
+
+
+def mixture(name: str) -> torch.nn.Module:
+    """A random one in bf16, whose routers and norms are in fp32."""
+    more = {"num_key_value_heads": 2, "head_dim": 8, "num_experts_per_tok": 2, "pad_token_id": None}
+    more |= {"bos_token_id": None, "eos_token_id": None, "initializer_range": 0.1}
+    config = {
+        "minimax_m2": small_mixture(),
+        "mixtral": MixtralConfig(**SIZES, **more, num_local_experts=4),
+        "qwen3_moe": Qwen3MoeConfig(**SIZES, **more, num_experts=4, moe_intermediate_size=16),
+    }[name]
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if "gate.weight" in key or "e_score" in key:
+            tensor.data = tensor.data.float() + 0.1 * torch.rand(tensor.shape)
+    return model
+
+
+def both_forms(name: str, folder: Path) -> tuple[Path, Path]:
+    """The directories of one model with its experts one by one, and fused."""
+    model = mixture(name)
+    model.save_pretrained(folder / "hub")
+    model.save_pretrained(folder / "fused", save_original_format=False)
+    return folder / "hub", folder / "fused"
+
+
+@pytest.mark.parametrize("name", ["minimax_m2", "mixtral", "qwen3_moe"])
+def test_fused_experts_are_the_same_to_the_last_bit(tmp_path, name):
+    hub, fused = both_forms(name, tmp_path)
+    assert any(".experts.3." in key for key in load_file(hub / "model.safetensors"))
+    assert common.fuse_experts(str(fused)) == str(fused)
+    made = common.fuse_experts(str(hub))
+    weights, expected = (load_file(Path(d, "model.safetensors")) for d in (made, fused))
+    assert weights.keys() == expected.keys()
+    for key, tensor in weights.items():
+        assert tensor.dtype == torch.float32 and torch.equal(tensor, expected[key].float()), key
+    assert (Path(made).parent, Path(made).name[:6]) == (cache(), "fused-")
+
+
+def cache() -> Path:
+    return Path(common.datasets.config.HF_DATASETS_CACHE)
+
+
+def start(directory: Path, corpus: str, run_dir: Path, script: str, ranks: int) -> list[dict]:
+    flags = RUN_FLAGS | {"steps": 2, "init_from": directory, "dataset": corpus, "run_dir": run_dir}
+    done = launch(ranks, script, flags)
+    assert done.returncode == 0, done.stderr
+    keys = ("loss", "grad_norm", "expert_load")
+    return [{key: line[key] for key in keys} for line in metrics(run_dir)[0]]
+
+
+WITH_EXPERTS = [*SCRIPTS, "fsdp2_cp_pretrain.py", "fsdp2_pp_pretrain.py"]
+
+
+@pytest.mark.parametrize(
+    "script, ranks",
+    [
+        (EXPERTS, 2),
+        ("fsdp2_pretrain.py", 1),
+        *(pytest.param(script, 2, marks=pytest.mark.drill) for script in WITH_EXPERTS),
+        pytest.param(EXPERTS, 4, marks=pytest.mark.drill),
+    ],
+)
+def test_a_start_from_either_form_is_the_same(corpus, tmp_path, script, ranks):
+    hub, fused = both_forms("minimax_m2", tmp_path)
+    for made in cache().glob("fused-*"):
+        shutil.rmtree(made)  # by other tests
+    expected = start(fused, corpus, tmp_path / "one", script, ranks)
+    assert start(hub, corpus, tmp_path / "other", script, ranks) == expected
+    before = tree(cache())
+    flags = json.loads((tmp_path / "other/config.json").read_text())["flags"]
+    assert flags["model"] == str(hub) and Path(flags["init_from"]).parent == cache()
+    assert start(hub, corpus, tmp_path / "again", script, ranks) == expected
+    made = [name for name in before if name.startswith("fused-")]
+    assert made and {name: before[name] for name in made}.items() <= tree(cache()).items()
+
+
+def left_in_the_cache() -> set[str]:
+    """Directories of fused weights, and those that are to become some."""
+    return {path.name for path in cache().iterdir() if "fused-" in path.name}
+
+
+@pytest.mark.parametrize("what", ["kill", "limit file size"])
+def test_what_dies_while_it_fuses_leaves_nothing_under_the_name(corpus, tmp_path, what):
+    """A killed one leaves what the next start removes, one on a full disk nothing at all."""
+    torch.manual_seed(6)
+    model = MiniMaxM2ForCausalLM(small_mixture(hidden_size=48 if what == "kill" else 40))
+    model.save_pretrained(tmp_path / "hub")
+    flags = RUN_FLAGS | {"steps": 1, "init_from": tmp_path / "hub", "dataset": corpus}
+    flags |= {"run_dir": tmp_path / "run"}
+    before = left_in_the_cache()
+    fault = {"call": "transformers.modeling_utils.safe_save_file", "do": what}
+    fault["after"] = what == "kill"  # all is written, but has no name yet
+    done = launch(0, "fsdp2_pretrain", flags, [fault])
+    left = left_in_the_cache() - before
+    if what == "kill":
+        [name] = left
+        assert done.returncode == -9 and name.startswith(".fused-")
+        assert (cache() / name / "model.safetensors").exists()
+    else:
+        [line] = done.stderr.splitlines()
+        assert done.returncode == 2 and "hub cannot be prepared: " in line
+        assert "File too large" in line
+        assert not left
+    done = launch(0, "fsdp2_pretrain", flags)
+    assert (done.returncode, done.stderr) == (0, "")
+    [name] = left_in_the_cache() - before
+    assert name.startswith("fused-")
+
+
+@pytest.mark.parametrize(
+    "what, said",
+    [
+        ("a norm", "model.norm.weight is missing or not the model's"),
+        ("experts of a layer", "model.layers.1.mlp.experts.down_proj is missing"),
+        ("an expert", "cannot be prepared: "),
+        ("nothing, but there is more", "model.layers.7.x.weight is missing or not the model's"),
+    ],
+)
+def test_weights_that_lack_something_are_not_made_up(tmp_path, what, said):
+    """transformers would draw them at random."""
+    hub, _ = both_forms("minimax_m2", tmp_path)
+    file = hub / "model.safetensors"
+    weights = load_file(file)
+    lost = {
+        "a norm": "model.norm.weight",
+        "experts of a layer": "layers.1.block_sparse_moe.experts",
+        "an expert": "layers.1.block_sparse_moe.experts.2.",
+        "nothing, but there is more": "nowhere",
+    }[what]
+    weights = {key: tensor for key, tensor in weights.items() if lost not in key}
+    if lost == "nowhere":
+        weights["model.layers.7.x.weight"] = torch.zeros(3)
+    save_file(weights, file, metadata={"format": "pt"})
+    before = left_in_the_cache()
+    with pytest.raises(common.Refusal, match=said):
+        common.fuse_experts(str(hub))
+    assert left_in_the_cache() == before
+
+
+def test_files_with_another_config_are_fused_anew(tmp_path):
+    hub, _ = both_forms("minimax_m2", tmp_path)
+    first = common.fuse_experts(str(hub))
+    moved = shutil.copytree(hub, tmp_path / "moved")
+    assert common.fuse_experts(str(moved)) == first
+    config = json.loads((moved / "config.json").read_text())
+    (moved / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+    assert common.fuse_experts(str(moved)) != first

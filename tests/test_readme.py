@@ -57,7 +57,8 @@ def test_flags_of_the_pages_are_accepted(command, monkeypatch):
     ranks = math.prod(int(size[1]) for size in sizes if size)
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
-    monkeypatch.setattr(common, "fetch_weights", lambda name: name)  # of a run that has not been
+    for prepare in ("fetch_weights", "fuse_experts"):  # of a run that has not been
+        monkeypatch.setattr(common, prepare, lambda name: name)
     monkeypatch.setattr(sys, "argv", words[words.index(script) :])
     config = common.parse_config(importlib.import_module(script[:-3]).Config)
     assert config.steps > 0 or "--steps 0" in command

@@ -117,8 +117,12 @@ def test_export_removes_nothing(whole, tmp_path):
     checkpoint = whole / "checkpoints/step_00000004"
     command = [sys.executable, "common.py", "export", checkpoint, tmp_path / "out"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "out.tmp exists already" in done.stderr
-    assert (tmp_path / "out.tmp").exists()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "out.tmp"}
+    made = tree(tmp_path)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "out exists already" in done.stderr
+    assert tree(tmp_path) == made
 
 
 def test_hf_says_its_step(whole):
