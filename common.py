@@ -153,9 +153,16 @@ def launch(main: Callable) -> None:
 
     `os._exit` then, as an orderly shutdown with live communication threads can hang or abort.
     """
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    alone |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    os.environ |= alone | os.environ  # without torchrun: one rank
+    alone = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+    }
+    for name, value in alone.items():  # without torchrun: one rank
+        os.environ.setdefault(name, value)
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot print a character
     try:
         end_with_launcher()
@@ -1449,7 +1456,7 @@ class Run:
         if self.rank == 0 and step + 1 == first:
             self.profiler = torch.profiler.profile()
             self.profiler.start()
-        if self.profiler is not None and step == last:
+        if self.profiler and step == last:
             self.profiler.stop()
             self.profiler.export_chrome_trace(str(self.directory / "trace.json"))
 
@@ -1467,17 +1474,16 @@ class Run:
         }
         with refusing(f"cannot write {self.metrics.name}", code=1):
             self.metrics.write(json.dumps(finite) + "\n")
-        if self.wandb is not None:
+        if self.wandb:
             self.wandb.log(finite)
 
     def log_step(
-        self, batch: GlobalBatch, flops: int, step: int, loss: float, **measured: float
+        self, batch: GlobalBatch, flops: int, step: int, aim: str = "loss", **measured: float
     ) -> None:
-        """Log an optimizer step (`measured` as it is); the terminal hears of one in ten seconds."""
+        """Log an optimizer step; the terminal hears of the `aim` of one in ten seconds."""
         seconds = measured["step_seconds"]
         line = {
             "step": step,
-            "loss": loss,
             **measured,
             "padding_fraction": batch.padding_fraction,
             "tokens_per_second": batch.num_labels / seconds,
@@ -1491,7 +1497,7 @@ class Run:
         if step in (self.first_step + 1, steps) or now - self.last_spoken > 10:
             left = (now - self.started) / (step - self.first_step) * (steps - step)
             speed = f"{line['tokens_per_second']:,.0f} tokens/s  {left:,.0f} s left"
-            self.say(f"step {step}/{steps}  loss {loss:.4f}  {speed}")
+            self.say(f"step {step}/{steps}  {aim} {measured[aim]:.4f}  {speed}")
             self.last_spoken = now
 
     def log_validation(self, step: int, loss: float, labels_per_byte: float | None) -> None:

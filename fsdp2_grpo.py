@@ -29,7 +29,6 @@ import math
 import numbers
 import os
 import re
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -39,7 +38,6 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Annotated, Any, Literal, NamedTuple
 
-import datasets
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -249,7 +247,12 @@ def init_process_group(config: Config) -> torch.device:
     torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     # cuDNN's attention plans a kernel for each new shape, which takes longer than many runs of it.
     torch.backends.cuda.enable_cudnn_sdp(config.pad_to_multiple_of > 1)
-    common.activate_flash_attention()
+    # Kernels of the flash-attn package, if it is there, in place of torch's own (its version 2).
+    generation, _ = torch.cuda.get_device_capability()
+    flash_attention = {9: "FA3", 10: "FA4"}.get(generation)  # Hopper, Blackwell
+    if flash_attention:
+        with contextlib.suppress(ModuleNotFoundError):
+            torch.nn.attention.activate_flash_attention_impl(flash_attention)
     # gloo beside NCCL serves what lies in CPU memory: Python objects and offloaded gradients.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     return device
@@ -539,40 +542,25 @@ class AnswerBatches(common.Batches):
         }
 
 
-def grow_vocabulary(directory: str, known_ids: int, vocabulary_size: int) -> str:
-    """The same model with new embeddings for the ids from `known_ids` to `vocabulary_size`.
+def grow_vocabulary(model: Any, known_ids: int, vocabulary_size: int) -> None:
+    """Give a model of transformers new embeddings for the ids from `known_ids` on.
 
-    One rank of a node makes it, in Hugging Face form beside the cached data; all read it then. New
-    rows are drawn from a normal distribution with the mean and covariance of the known ones: a new
-    token starts as likely as some other one, where zeros or fresh noise would shift the whole
+    New rows are drawn from a normal distribution with the mean and covariance of the known ones: a
+    new token starts as likely as some other one, where zeros or fresh noise would shift the whole
     softmax (Hewitt 2021, Initializing New Word Embeddings for Pretrained Language Models;
     transformers scales the covariance by 1e-9, which leaves all new rows alike).
     """
-    if vocabulary_size == known_ids:
-        return directory
-    files = [Path(directory, "config.json"), *sorted(Path(directory).glob("*.safetensors"))]
-    sums = [common.sum_of(file) for file in files]
-    key = common.fingerprint(sums, known_ids, vocabulary_size)
-    grown = Path(datasets.config.HF_DATASETS_CACHE) / f"grown-{key}"
-    with common.prepare_in_turn(), common.refusing(f"cannot make {grown}"):
-        if grown.exists():
-            return str(grown)
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        if known_ids > model.config.vocab_size:
-            ids = f"--tokenizer has {known_ids} ids"
-            common.refuse(f"{ids}, {directory} only {model.config.vocab_size}")
-        rows = max(model.config.vocab_size, math.ceil(vocabulary_size / 64) * 64)
-        model.resize_token_embeddings(rows, mean_resizing=False)
-        generator = torch.Generator().manual_seed(0)
-        for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
-            weight = embeddings.weight.data  # [rows, width]; one and the same where they are tied
-            mean = weight[:known_ids].mean(0)
-            noise = torch.randn(rows - known_ids, known_ids, generator=generator)
-            weight[known_ids:] = mean + noise @ (weight[:known_ids] - mean) / known_ids**0.5
-        with tempfile.TemporaryDirectory(dir=grown.parent) as temporary:  # gone if anything fails
-            model.save_pretrained(Path(temporary, "grown"), save_original_format=False)
-            Path(temporary, "grown").rename(grown)
-    return str(grown)
+    if known_ids > model.config.vocab_size:
+        ids = f"--tokenizer has {known_ids} ids"
+        common.refuse(f"{ids}, {model.name_or_path} only {model.config.vocab_size}")
+    rows = max(model.config.vocab_size, math.ceil(vocabulary_size / 64) * 64)
+    model.resize_token_embeddings(rows, mean_resizing=False)
+    generator = torch.Generator().manual_seed(0)
+    for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
+        weight = embeddings.weight.data  # [rows, width]; one and the same where they are tied
+        mean = weight[:known_ids].mean(0)
+        noise = torch.randn(rows - known_ids, known_ids, generator=generator)
+        weight[known_ids:] = mean + noise @ (weight[:known_ids] - mean) / known_ids**0.5
 
 
 # --- Reward and loss ------------------------------------------------------------------------------
@@ -1691,9 +1679,10 @@ def main() -> None:
     # Preparing data may take long, so it comes before the ranks meet and wait for each other: the
     # first rank of a node does it, the others find it in the cache.
     tokenizer, known_ids = chat_tokenizer(config.tokenizer)
-    if config.init_from:
-        # The tokens of the template may be new to the model: it needs embeddings for them.
-        config.init_from = grow_vocabulary(config.init_from, known_ids, len(tokenizer))
+    if config.init_from and len(tokenizer) > known_ids:
+        # The tokens of the template are new to the model: it needs embeddings for them.
+        sizes = (known_ids, len(tokenizer))
+        config.init_from = common.change_once(config.init_from, "grown", grow_vocabulary, *sizes)
         config.model = config.init_from
     rows = common.load_rows(
         config.dataset,
@@ -1765,6 +1754,7 @@ def main() -> None:
         run.log_step(
             batch,
             size.flops(batch) * config.inner_steps,
+            aim="reward",
             **progress,
             **of_answers,
             **measured,
