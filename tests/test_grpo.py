@@ -1,0 +1,547 @@
+"""Reinforcement: the loss against the papers, sampling against the model, and the whole script."""
+
+import copy
+import json
+import math
+import re
+import textwrap
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, launch, small_mixture, small_shape
+from test_types import plain_model
+from transformers import (
+    AutoModelForCausalLM,
+    MiniMaxM2ForCausalLM,
+    MistralConfig,
+    Qwen2ForCausalLM,
+)
+
+import common
+import fsdp2_grpo as script
+
+CPU = torch.device("cpu")
+
+
+# --- Inputs ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return script.chat_tokenizer("bytes")[0]
+
+
+def save_start(folder: Path, config, tokenizer) -> str:
+    """Random weights that end an answer about every tenth token, and a chat tokenizer.
+
+    A constant in each hidden state, which the head has for the end of a turn alone.
+    """
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        embedding.normal_(0, 0.5)[:, 0] = 3.0
+        head.normal_(0, 0.3)[:, 0] = 0.0
+        head[tokenizer.eos_token_id, 0] = 1.0
+    model.save_pretrained(folder, save_original_format=False)
+    common.save_tokenizer(tokenizer, folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def start(tokenizer, tmp_path_factory) -> str:
+    return save_start(
+        tmp_path_factory.mktemp("start"), small_shape(tie_word_embeddings=False), tokenizer
+    )
+
+
+@pytest.fixture(scope="module")
+def experts(tokenizer, tmp_path_factory) -> str:
+    config = small_mixture(tie_word_embeddings=False)
+    return save_start(tmp_path_factory.mktemp("experts"), config, tokenizer)
+
+
+def write(path: Path, rows: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def questions(texts, tmp_path_factory) -> Path:
+    """150 prompts of 1 to 60 bytes, with answers; three of them are held out."""
+    rows = [
+        {"prompt": f"{number}" + texts[number][: number % 40 * 3 // 2], "completion": f"{number}!"}
+        for number in range(150)
+    ]
+    return write(tmp_path_factory.mktemp("questions") / "questions.jsonl", rows)
+
+
+@pytest.fixture(scope="module")
+def flags(start, questions) -> dict:
+    """Micro-batches of a few answers each."""
+    made = {"dataset": str(questions), "init_from": start, "model": start, "tokenizer": start}
+    made |= {"max_length": 128, "answer_length": 16, "micro_batch_tokens": 160}
+    made |= {"prompts": 4, "answers": 4, "eval_prompts": 3, "eval_answers": 2}
+    return made | {"grad_clip": 0.0, "precision": "fp32"}
+
+
+# --- The loss -------------------------------------------------------------------------------------
+
+
+def log_probs_of(model, prompt: list[int], tokens: list[int]) -> torch.Tensor:
+    """Of an answer's tokens, by transformers' own forward of this row alone."""
+    ids = torch.tensor([[*prompt, *tokens]])
+    logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :]
+    return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+
+
+def oracle(start: str, weights: dict, old: dict, answers: list, own: dict) -> dict:
+    """Loss and gradients of a step as the papers have them, in fp64, one row at a time.
+
+    Args:
+        weights, old: of the model now, and when it sampled.
+        answers: groups of (prompt, tokens, log-probs, reward).
+        own: clip_low, clip_high; reference_weight, where weights of `start` are the reference.
+    """
+    models = []
+    for state in (weights, old, None):
+        model = AutoModelForCausalLM.from_pretrained(start, attn_implementation="eager")
+        if state is not None:
+            model.load_state_dict(state)
+        models.append(model.double())
+    now, before, reference = models
+    total, count, low, high, divergence, of_reference, entropy = 0.0, 0, 0, 0, 0.0, 0.0, 0.0
+    for group in answers:
+        mean = sum(reward for *_, reward in group) / len(group)
+        for prompt, tokens, _, reward in group:
+            advantage = reward - mean
+            log_probs = log_probs_of(now, prompt, tokens)
+            with torch.no_grad():
+                old_log_probs = log_probs_of(before, prompt, tokens)
+                reference_log_probs = log_probs_of(reference, prompt, tokens)
+            for current, earlier, first in zip(log_probs, old_log_probs, reference_log_probs):
+                ratio = torch.exp(current - earlier)
+                bounded = min(max(ratio.item(), 1 - own["clip_low"]), 1 + own["clip_high"])
+                if bounded * advantage < ratio.item() * advantage:
+                    total = total - bounded * advantage
+                    low, high = low + (bounded > ratio), high + (bounded < ratio)
+                else:
+                    total = total - ratio * advantage
+                distance = torch.exp(first - current) - (first - current) - 1
+                total = total + own.get("reference_weight", 0) * distance
+                of_reference += distance.item()
+                drift = (current - earlier).item()
+                divergence += math.exp(drift) - 1 - drift
+                entropy -= earlier.item()
+                count += 1
+    (total / count).backward()
+    return {
+        "loss": total.item() / count, "low": int(low), "high": int(high), "tokens": count,
+        "policy_kl": divergence / count, "reference_kl": of_reference / count,
+        "entropy": entropy / count, "clip_fraction": int(low + high) / count,
+        "gradients": {name: p.grad for name, p in now.named_parameters()},
+    }  # fmt: skip
+
+
+BOUNDS = {"clip_low": 0.2, "clip_high": 0.28}
+
+
+def check_step(start: str, seen: dict, number: int, first: int, step: int, own: dict) -> dict:
+    """The optimizer step `number` of a mode, on the answers of `step`; the first one is `first`."""
+    got = seen["steps"][number]
+    old = seen["steps"][first]["weights"]
+    expected = oracle(start, got["weights"], old, seen["answers"][step], BOUNDS | own)
+    measured = got["measured"]
+    assert got["tokens"] == expected["tokens"]
+    for name in ("loss", "entropy", "policy_kl", "clip_fraction"):
+        assert measured[name] == pytest.approx(expected[name], rel=1e-6, abs=1e-6), name
+    assert got["gradients"].keys() == expected["gradients"].keys()
+    for name, gradient in expected["gradients"].items():
+        error = (got["gradients"][name] - gradient).norm() / gradient.norm()
+        assert 0 < gradient.norm() and error < 1e-5, (name, error)
+    return expected
+
+
+# mode -> flags; all of two ranks.
+MODES = {
+    "plain": {},
+    "packed": {"batching": "packed"},
+    "inner": {"inner_steps": 2},
+    "packed inner": {"inner_steps": 2, "batching": "packed"},
+    "reference": {"inner_steps": 2, "reference_weight": 0.5},
+    "bf16": {"precision": "bf16"},
+    "bf16 inner": {"precision": "bf16", "inner_steps": 2},
+    "kept": {"reshard_after_forward": False},
+    "replicas": {"dp_replicate": 2},
+    "offload": {"cpu_offload": True},
+    "compile": {"compile": True, "batching": "packed"},
+    "recomputed": {"activation_checkpointing": "full"},
+    "reduced": {"reduce_every_micro_batch": True},
+    "padded": {"pad_to_multiple_of": 16},
+    "one at a time": {"sample_prompts": 1},
+    "uneven": {"answer_length": 64, "uneven": True},
+    "experts": {},
+}  # fmt: skip
+
+
+def watch(ranks: int, modes: dict, folder: Path) -> dict:
+    out = folder / "seen.pt"
+    done = launch(ranks, "grpo_worker", {"asked": json.dumps(modes), "out": out})
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return torch.load(out, weights_only=False)
+
+
+@pytest.fixture(scope="module")
+def seen(flags, experts, tmp_path_factory) -> dict:
+    modes = {mode: flags | own for mode, own in MODES.items()}
+    modes["experts"] |= dict.fromkeys(("init_from", "model", "tokenizer"), experts)
+    return watch(2, modes, tmp_path_factory.mktemp("two"))
+
+
+@pytest.fixture(scope="module")
+def alone(flags, tmp_path_factory) -> dict:
+    modes = {mode: flags | MODES[mode] for mode in ("plain", "inner", "packed inner")}
+    return watch(1, modes, tmp_path_factory.mktemp("one"))
+
+
+@pytest.mark.parametrize("mode", ["plain", "packed", "inner", "packed inner"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_loss_and_gradients_are_those_of_the_papers(request, start, ranks, mode):
+    """Of the first and of a second inner step; over several micro-batches of unlike lengths."""
+    every = request.getfixturevalue("seen" if ranks == 2 else "alone")
+    if mode not in every:
+        pytest.skip("by two ranks alone")
+    seen = every[mode]
+    assert seen["steps"][0]["micro_batches"] >= 3
+    lengths = {len(tokens) for group in seen["answers"][1] for _, tokens, *_ in group}
+    assert len(lengths) > 4  # answers[0] are of the validation
+    first = check_step(start, seen, 0, 0, 1, {})
+    assert (first["low"], first["high"]) == (0, 0)
+    if "inner" in mode:
+        second = check_step(start, seen, 1, 0, 1, {})
+        assert second["low"] >= 5 and second["high"] >= 5
+        check_step(start, seen, 2, 2, 2, {})
+    else:
+        check_step(start, seen, 1, 1, 2, {})
+
+
+def test_the_reference_model(seen, start, flags, tmp_path):
+    """Its divergence is 0 at first; loss and gradients with it; it is the same after a resume."""
+    got, own = seen["reference"], {"reference_weight": 0.5}
+    assert got["steps"][0]["measured"]["reference_kl"] == 0
+    for number, first, step in ((0, 0, 1), (1, 0, 1), (2, 2, 2), (3, 2, 2)):
+        expected = check_step(start, got, number, first, step, own)
+        measured = got["steps"][number]["measured"]
+        assert measured["reference_kl"] == pytest.approx(
+            expected["reference_kl"], rel=1e-5, abs=1e-9
+        )
+    assert all(step["measured"]["reference_kl"] > 1e-3 for step in got["steps"][1:])
+    assert all(step["measured"]["reference_kl"] == 0 for step in seen["inner"]["steps"])
+
+
+@pytest.mark.parametrize("mode", ["plain", "packed", "bf16", "compile", "experts", "recomputed"])
+def test_the_ratio_is_exactly_1_at_first(seen, mode):
+    for step in seen[mode]["steps"]:
+        assert {ratio for of_rank in step["ratios"] for ratio in of_rank} == {1.0}
+        assert step["measured"]["policy_kl"] == step["measured"]["clip_fraction"] == 0
+
+
+@pytest.mark.parametrize("mode", ["inner", "bf16 inner"])
+def test_the_ratio_is_another_one_in_the_second_inner_step(seen, mode):
+    first, second, third, _ = seen[mode]["steps"]
+    for step in (first, third):
+        assert {ratio for of_rank in step["ratios"] for ratio in of_rank} == {1.0}
+        assert step["measured"]["policy_kl"] == step["measured"]["clip_fraction"] == 0
+    assert second["measured"]["policy_kl"] > 1e-3 and second["measured"]["clip_fraction"] > 0.01
+    logged = seen[mode]["measured"][0]["policy_kl"]
+    assert logged == pytest.approx(second["measured"]["policy_kl"])
+
+
+def test_the_gap_between_sampling_and_training_is_of_roundings(seen):
+    assert 0 < seen["plain"]["measured"][0]["sampling_gap"] < 1e-5
+    # In so small a model bf16 rounds the order of sums away.
+    assert seen["bf16"]["measured"][0]["sampling_gap"] < 0.1
+
+
+# --- Ranks that sample ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_sent_while_ranks_sample(seen, mode):
+    """Each block and the root are gathered once, before; no shard is left whole after it."""
+    of_ranks = seen[mode]["sampling"]
+    assert len(of_ranks) == 2 and all(len(sampled) == 3 for sampled in of_ranks)
+    groups = 3  # two blocks, and the rest
+    for sampled in [each for of_rank in of_ranks for each in of_rank]:
+        assert sampled["kinds"] == ([] if mode == "replicas" else ["all-gather"])
+        gathers, inside, after = sampled["collectives"]
+        assert gathers == (0 if mode == "replicas" else groups)  # a replica is whole as it is
+        assert (inside, after) == (0, 0)
+        assert sampled["after"] == sampled["before"]
+        assert sampled["after"]["in shards"] == [True] * groups
+        assert sampled["after"]["whole"] == 0
+        root, *blocks = sampled["after"]["reshard"]
+        assert root is False and blocks == [mode != "kept"] * 2
+        assert sampled["training"] is True and sampled["attention"] == "documents"
+
+
+def test_a_rank_with_long_answers_does_not_hang_the_other(seen):
+    """The first rank ends after one token each, the second after 64."""
+    of_step = seen["uneven"]["answers"][1]
+    lengths = [[len(tokens) for _, tokens, *_ in group] for group in of_step]
+    assert lengths == [[1] * 4, [64] * 4] * 2
+    assert all(math.isfinite(step["measured"]["loss"]) for step in seen["uneven"]["steps"])
+
+
+EXACT = ["packed", "kept", "replicas", "offload", "compile", "recomputed", "reduced", "padded"]
+
+
+@pytest.mark.parametrize("mode", [*EXACT, "one at a time"])
+def test_fp32_modes_give_the_same_answers_and_losses(seen, mode):
+    got, expected = seen[mode], seen["plain"]
+    for one, other in zip(got["answers"], expected["answers"], strict=True):
+        for group, as_group in zip(one, other, strict=True):
+            for answer, as_answer in zip(group, as_group, strict=True):
+                assert answer[:2] == as_answer[:2] and answer[3] == as_answer[3]
+                assert answer[2] == pytest.approx(as_answer[2], abs=2e-5)
+    for one, other in zip(got["steps"], expected["steps"], strict=True):
+        assert one["measured"]["loss"] == pytest.approx(other["measured"]["loss"], abs=1e-5)
+    for one, other in zip(got["measured"], expected["measured"], strict=True):
+        assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-5)
+
+
+def test_bf16_and_experts_give_finite_numbers(seen):
+    for mode in ("bf16", "bf16 inner", "experts"):
+        for measured in seen[mode]["measured"]:
+            assert all(math.isfinite(value) for value in measured.values())
+    assert seen["experts"]["measured"][0]["expert_load"] > 1
+    first, exact = seen["bf16"]["measured"][0], seen["plain"]["measured"][0]
+    assert abs(first["entropy"] - exact["entropy"]) < 0.5
+
+
+def test_prompts_and_random_numbers_do_not_depend_on_the_ranks(seen, alone):
+    one, two = alone["plain"], seen["plain"]
+    assert one["chosen"] == two["chosen"] and one["draws"] == two["draws"]
+    assert len(one["draws"]) > 4
+    of_a_prompt = [draws for each in one["draws"].values() for draws in each]
+    assert len({json.dumps(draws) for draws in of_a_prompt}) == len(of_a_prompt)
+    assert one["validation_reward"] == two["validation_reward"]
+    for answers, others in zip(one["answers"][:2], two["answers"][:2]):
+        for group, as_group in zip(answers, others, strict=True):
+            for answer, as_answer in zip(group, as_group, strict=True):
+                assert answer[:2] == as_answer[:2] and answer[3] == as_answer[3]
+    losses = [[step["measured"]["loss"] for step in each["steps"]] for each in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+# --- Sampling -------------------------------------------------------------------------------------
+
+
+def sampler(model):
+    """A model of transformers with the script's forward, as ranks have it while they sample."""
+    sampling = copy.deepcopy(model)
+    sampling.forward = partial(script.forward_with_log_probs, sampling, script.chunk_log_probs)
+    sampling.set_attn_implementation("sdpa")
+    script.find_experts(sampling)
+    return sampling.eval()
+
+
+@torch.no_grad()
+def one_alone(model, prompt: np.ndarray, draws: np.ndarray, end: int) -> tuple[list, list]:
+    """An answer as the inverse of the distribution function gives it, each token by all of the row.
+
+    Without cache and padding.
+    """
+    ids, log_probs = prompt.tolist(), []
+    for draw in draws.tolist():
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
+        probabilities = logits.double().softmax(-1).tolist()
+        reached, token = probabilities[0], 0
+        while reached <= draw * sum(probabilities):
+            token += 1
+            reached += probabilities[token]
+        ids.append(token)
+        log_probs.append(math.log(probabilities[token]))
+        if token == end:
+            break
+    return ids[len(prompt) :], log_probs
+
+
+@torch.no_grad()
+def sample(model, prompts: list, draws: np.ndarray, end: int) -> list:
+    return script.sample(sampler(model), prompts, draws, end, CPU)
+
+
+def check_sampling(model, vocabulary: int = 256, end: int = 7) -> list:
+    """Prompts of unlike lengths, groups, early ends: as each answer alone. Returns the answers."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, vocabulary, n).astype(np.uint32) for n in (3, 19, 8, 1)]
+    draws = rng.random((12, 20))
+    draws[4, 2] = draws[9, 0] = np.nextafter(1, 0)  # the last token, whatever its probability
+    made = sample(model, prompts, draws, end)
+    for number, (tokens, log_probs) in enumerate(made):
+        expected, of_expected = one_alone(model, prompts[number // 3], draws[number], end)
+        assert tokens.tolist() == expected, number
+        assert tokens.dtype == np.uint32 and log_probs.dtype == np.float32
+        assert log_probs.tolist() == pytest.approx(of_expected, abs=1e-5)
+    for number in (1, 5):  # whatever is sampled beside it
+        [(tokens, log_probs)] = sample(model, [prompts[number // 3]], draws[[number]], end)
+        assert tokens.tolist() == made[number][0].tolist()
+        assert log_probs.tolist() == pytest.approx(made[number][1].tolist(), abs=1e-5)
+    return made
+
+
+def tiny_vocabulary():
+    torch.manual_seed(0)
+    shape = small_shape(vocab_size=8, initializer_range=0.15, tie_word_embeddings=False)
+    return Qwen2ForCausalLM(shape).eval()
+
+
+def test_tokens_are_those_that_the_draws_ask_for():
+    lengths = {len(tokens) for tokens, _ in check_sampling(tiny_vocabulary(), 8)}
+    assert 1 in lengths and max(lengths) > 10 and len(lengths) > 4
+    torch.manual_seed(1)
+    check_sampling(Qwen2ForCausalLM(small_shape(initializer_range=0.3)).eval())
+
+
+def test_experts_and_windows_sample_as_they_compute():
+    torch.manual_seed(0)
+    check_sampling(MiniMaxM2ForCausalLM(small_mixture(initializer_range=0.3)).eval())
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320}
+    config = MistralConfig(**sizes, sliding_window=6, initializer_range=0.3)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    made = check_sampling(model)
+    model.config.sliding_window = 64
+    assert any(a[0].tolist() != b[0].tolist() for a, b in zip(made, check_sampling(model)))
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("name", sorted(common.MODEL_TYPES))
+def test_a_type_samples_as_in_plain_transformers(name):
+    check_sampling(plain_model(name).eval())
+
+
+def test_the_distribution_of_samples_is_the_models():
+    """30,000 answers to each of two prompts of unlike lengths, sampled in one call.
+
+    Pairs of first and second token, or an end at once: chi-square against the exact probabilities.
+    """
+    model, end, number = tiny_vocabulary(), 2, 30_000
+    prompts = [np.array([1, 5, 3, 3, 0], np.uint32), np.array([6, 4], np.uint32)]
+    draws = np.random.default_rng(0).random((2 * number, 2))
+    made = sample(model, prompts, draws, end)
+    for prompt, answers in zip(prompts, (made[:number], made[number:])):
+        ids = torch.tensor(prompt.astype(np.int64))
+        rows = torch.cat([ids.expand(8, -1), torch.arange(8)[:, None]], 1)
+        with torch.no_grad():
+            logits = model(input_ids=rows, use_cache=False).logits.double()
+        first = logits[0, -2].softmax(-1)
+        expected = first[:, None] * logits[:, -1].softmax(-1) * number
+        expected[end] = 0
+        expected[end, 0] = first[end] * number  # it has no second token
+        seen = torch.zeros(8, 8, dtype=torch.float64)
+        for tokens, _ in answers:
+            seen[tokens[0], tokens[1] if len(tokens) > 1 else 0] += 1
+        cells = expected > 0
+        assert seen[~cells].sum() == 0 and expected[cells].min() > 5
+        degrees = int(cells.sum()) - 1
+        square = ((seen - expected)[cells] ** 2 / expected[cells]).sum().item()
+        assert abs(square - degrees) < 4 * math.sqrt(2 * degrees), (square, degrees)
+        off = (seen - expected).abs().sum() / 2 / number  # total variation
+        assert off < 0.02
+
+
+# --- The whole script -----------------------------------------------------------------------------
+
+GRADED = "import zlib\nreturn zlib.crc32((prompt + answer).encode()) % 8 / 7"
+SHORT = "return 1 / (1 + len(answer))"
+RUN = {"steps": 4, "eval_every": 2, "checkpoint_every": 2, "warmup_steps": 1, "learning_rate": 1e-2}
+RUN |= {"min_learning_rate": 1e-3, "timeout_minutes": 1.0}
+
+
+def with_reward(folder: Path, body: str) -> Path:
+    """The script with another body of `reward`: the one edit of a user."""
+    folder.mkdir(exist_ok=True)
+    text = (ROOT / "fsdp2_grpo.py").read_text()
+    own = textwrap.indent(body, "    ")
+    function = re.compile(r"(def reward\(.*?\) -> float:\n).*?(?=\n\n\n)", re.DOTALL)
+    copy, count = function.subn(lambda found: found[1] + own, text)
+    assert count == 1
+    path = folder / "fsdp2_grpo.py"
+    path.write_text(copy)
+    return path
+
+
+@pytest.fixture
+def reinforce(flags, tmp_path, monkeypatch):
+    """Launch the script with a reward of one's own; the run is in tmp_path/run if not told."""
+
+    def run(body: str = GRADED, faults: list | None = None, ranks: int = 2, **own):
+        monkeypatch.setenv("COPIED", str(with_reward(tmp_path / "copy", body)))
+        given = {name: value for name, value in flags.items() if name not in ("model", "tokenizer")}
+        return launch(ranks, "copied", given | RUN | {"run_dir": tmp_path / "run"} | own, faults)
+
+    return run
+
+
+TIMINGS = ["sample_seconds", "step_seconds", "tokens_per_second", "peak_memory_gib"]
+
+
+def lines(run_dir: Path) -> list[dict]:
+    """metrics.jsonl without what depends on the clock."""
+    read = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: x for name, x in line.items() if name not in TIMINGS} for line in read]
+
+
+@pytest.fixture(scope="module")
+def finished(flags, tmp_path_factory) -> Path:
+    """A run that nothing happened to."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COPIED", str(with_reward(folder / "copy", GRADED)))
+        done = launch(2, "copied", flags | RUN | {"run_dir": folder / "run"})
+    assert (done.returncode, done.stderr) == (0, "")
+    return folder / "run"
+
+
+def test_metrics_are_those_of_the_interface(finished):
+    every = [json.loads(line) for line in (finished / "metrics.jsonl").read_text().splitlines()]
+    validation = [line for line in every if "validation_reward" in line]
+    training = [line for line in every if "loss" in line]
+    assert [line["step"] for line in validation] == [0, 2, 4]
+    assert all(line.keys() == {"step", "validation_reward"} for line in validation)
+    assert [line["step"] for line in training] == [1, 2, 3, 4]
+    names = """step loss learning_rate grad_norm tokens padding_fraction tokens_per_second mfu
+        step_seconds sample_seconds peak_memory_gib reward answer_length truncated entropy policy_kl
+        clip_fraction""".split()
+    for line in training:
+        assert set(names) <= line.keys()
+        assert line["sample_seconds"] < line["step_seconds"]
+        assert 0 <= line["reward"] <= 1 and 0 <= line["truncated"] <= 1
+    tokens = np.diff([0] + [line["tokens"] for line in training])
+    assert tokens.tolist() == [round(16 * line["answer_length"]) for line in training]
+
+
+@pytest.mark.parametrize(
+    "rank, number, step",
+    [(0, 1, 1), (1, 6, 3)],
+    ids=["first validation", "step 3"],
+)
+def test_a_signal_while_ranks_sample_loses_nothing(
+    reinforce, finished, tmp_path, rank, number, step
+):
+    """The run stops after that step; resumed, its answers and losses have the same bits."""
+    fault = {"call": "Rows.read", "do": "terminate", "rank": rank, "number": number}
+    stopped = reinforce(faults=[fault])
+    assert (stopped.returncode, stopped.stderr) == (0, "")
+    last = stopped.stdout.splitlines()[-1]
+    assert last.startswith(f"stopped after step {step} of 4, saved in"), stopped.stdout
+    resumed = reinforce()
+    assert (resumed.returncode, resumed.stderr) == (0, "") and "going on from" in resumed.stdout
+    assert lines(tmp_path / "run") == lines(finished)
+    weights = [run / "hf/model.safetensors" for run in (tmp_path / "run", finished)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
