@@ -26,6 +26,8 @@ BASE = {**SMALL, "steps": 2, "eval_every": 2}
 TP, CP = {"script": "fsdp2_tp_pretrain"}, {"script": "fsdp2_cp_pretrain"}
 PP = {"script": "fsdp2_pp_pretrain"}
 EP = {"script": "fsdp2_ep_pretrain"}
+# It counts prompts, not positions: None takes a flag away.
+GRPO = {"script": "fsdp2_grpo", "global_batch_tokens": None, "eval_batches": None}
 START = {"init_from": "WEIGHTS", "tokenizer": "bytes"}
 # Name -> flags beside the good ones, and what the error line must hold. FOLDER and WEIGHTS are
 # replaced; "script" is not a flag but the script, fsdp2_pretrain if not given.
@@ -128,6 +130,31 @@ CASES = {
     "one document": ({"dataset": "FOLDER/one.txt"}, "fewer than two documents"),
     "numbers": ({"dataset": "FOLDER/numbers.jsonl"}, "fewer than two documents"),
     "no conversations": ({"script": "fsdp2_sft"}, "has no column messages or .*only .*text"),
+    "no prompts": (GRPO, "has no column messages or .*only .*text"),
+    "one answer": (GRPO | {"answers": 1}, "--answers 1: .*greater than or equal to 2"),
+    "answers without prompts": (
+        GRPO | {"answer_length": 512},
+        "--answer_length leaves no room for a prompt in --max_length",
+    ),
+    "answers longer than a micro-batch": (
+        GRPO | {"micro_batch_tokens": 500},
+        "--micro_batch_tokens cannot hold a row of --max_length",
+    ),
+    "more than all prompts": (
+        GRPO | {"dataset": "FOLDER/prompts.jsonl", "prompts": 9},
+        "--prompts 9: there are 8",
+    ),
+    "prompts without room": (
+        GRPO | {"dataset": "FOLDER/prompts.jsonl", "answer_length": 490},
+        "fewer than two documents .* have no prompt of at most 22 tokens",
+    ),
+    "a reference of nothing": (
+        GRPO | {"reference_weight": 0.1},
+        "--reference_weight: the reference is the model of --init_from",
+    ),
+    "a ratio below 0": (GRPO | {"clip_low": 1.5}, "--clip_low 1.5: .*less than or equal to 1"),
+    "nan bound": (GRPO | {"clip_high": "nan"}, "--clip_high nan: "),
+    "no inner step": (GRPO | {"inner_steps": 0}, "--inner_steps 0: .*greater than 0"),
     "broken json": ({"dataset": "FOLDER/broken.jsonl"}, "cannot be read"),
     "broken parquet": ({"dataset": "FOLDER/broken.parquet"}, "cannot be read"),
     "missing column": ({"text_column": "body"}, "has no column body, only .*text"),
@@ -163,6 +190,7 @@ def commands(tmp_path_factory, corpus, weights_directory) -> dict[str, tuple[str
         "numbers.jsonl": '{"text": 1}\n{"text": 2}\n',
         "broken.jsonl": '{"text": "a"}\n{"text": \n',
         "broken.parquet": "this is no parquet file",
+        "prompts.jsonl": "".join(f'{{"prompt": "number {n}"}}\n' for n in range(9)),
         "file": "a file where a directory should be",
     }
     for name, content in files.items():
@@ -196,7 +224,8 @@ def commands(tmp_path_factory, corpus, weights_directory) -> dict[str, tuple[str
             if isinstance(value, str):
                 value = value.replace("WEIGHTS", weights_directory)
                 flags[flag] = value.replace("FOLDER", str(folder))
-        made[name] = flags.pop("script", "fsdp2_pretrain"), flags
+        script = flags.pop("script", "fsdp2_pretrain")
+        made[name] = script, {flag: value for flag, value in flags.items() if value is not None}
     return made
 
 
@@ -231,6 +260,7 @@ def test_bad_input_is_one_line_and_exit_code_2(commands, name, monkeypatch, tmp_
             (4, 2),
             "1024 is fewer micro-batches than --pipeline_parallel; 2048 would do",
         ),
+        (2, GRPO | {"prompts": 3}, (4, 2), "--prompts 3 is no multiple of 2 ranks; 4 would be"),
     ],
 )
 def test_what_ranks_cannot_share_is_refused_once(corpus, tmp_path, ranks, flags, heads, expected):
@@ -240,8 +270,9 @@ def test_what_ranks_cannot_share_is_refused_once(corpus, tmp_path, ranks, flags,
     flags = (
         BASE | {"dataset": corpus, "model": tmp_path / "shape", "run_dir": tmp_path / "run"} | flags
     )
-    flags["global_batch_tokens"] = 512 * ranks
-    done = launch(ranks, flags.pop("script"), flags)
+    flags["global_batch_tokens"] = flags["global_batch_tokens"] and 512 * ranks
+    given = {flag: value for flag, value in flags.items() if value is not None}
+    done = launch(ranks, given.pop("script"), given)
     assert done.returncode == 1
     line, *more = done.stderr.splitlines()
     assert line.startswith("error: ") and expected in line

@@ -568,7 +568,7 @@ def save_file(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("style", ["stateful", "separate"])
-@pytest.mark.parametrize("script", [*SCRIPTS, "fsdp2_sft.py"])
+@pytest.mark.parametrize("script", [*SCRIPTS, "fsdp2_sft.py", "fsdp2_grpo.py"])
 def test_what_the_background_writes_is_the_state_of_that_moment(script, style, monkeypatch):
     module, seen = importlib.import_module(script.removesuffix(".py")), {}
     weight = torch.ones(3)

@@ -1,20 +1,25 @@
 """Reinforcement: the loss against the papers, sampling against the model, and the whole script."""
 
+import contextlib
 import copy
 import json
 import math
 import re
+import shutil
 import textwrap
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, launch, small_mixture, small_shape
+from conftest import ROOT, arguments, launch, small_mixture, small_shape, torchrun, tree
+from test_sft import TEMPLATES, save_base
 from test_types import plain_model
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     MiniMaxM2ForCausalLM,
     MistralConfig,
     Qwen2ForCausalLM,
@@ -545,3 +550,200 @@ def test_a_signal_while_ranks_sample_loses_nothing(
     assert lines(tmp_path / "run") == lines(finished)
     weights = [run / "hf/model.safetensors" for run in (tmp_path / "run", finished)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_rewards_rise_where_they_can(reinforce, tmp_path):
+    """Short answers are worth more; after some steps the model gives them."""
+    own = {"steps": 16, "eval_every": 16, "checkpoint_every": 16, "prompts": 8, "answers": 8}
+    done = reinforce(SHORT, **own)
+    assert (done.returncode, done.stderr) == (0, "")
+    rewards = [line["reward"] for line in lines(tmp_path / "run") if "reward" in line]
+    first, last = np.mean(rewards[:3]), np.mean(rewards[-3:])
+    assert last > first + 0.2, rewards
+    held_out = [x["validation_reward"] for x in lines(tmp_path / "run") if "validation_reward" in x]
+    assert len(held_out) == 2 and held_out[1] > held_out[0] + 0.1, held_out
+
+
+def test_what_a_reward_is_given(tokenizer, monkeypatch):
+    """The prompt as the template writes it; answer and reference without the end of the turn."""
+    seen = []
+    monkeypatch.setattr(script, "reward", lambda *texts: seen.append(texts) or 1)
+    row = {"system": "s", "prompt": "p", "completion": "the reference"}
+    [(tokens, learned, *_)] = script.chat_rows(row, tokenizer, 99)
+    end = np.array([tokenizer.eos_token_id], np.uint32)
+    answer = np.concatenate([np.frombuffer("né".encode(), np.uint8).astype(np.uint32), end])
+    logged = np.zeros(len(answer), np.float32)
+    judged = script.judge(tokenizer, tokens[~learned], answer, logged, tokens[learned])
+    prompt = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\np<|im_end|>\n"
+    assert seen == [(prompt + "<|im_start|>assistant\n", "né", "the reference")]
+    assert judged.reward == 1 and isinstance(judged.reward, float)
+    unended = script.judge(tokenizer, tokens[~learned], answer[:-1], logged[:-1], tokens[learned])
+    assert unended.reward == 0 and len(seen) == 1
+
+
+ON_RANK_1 = "import os\nif os.environ['RANK'] == '1':\n    {}\nreturn 0.5"
+BAD_REWARDS = {
+    "raises": ("raise ValueError('on purpose')", "reward() fails: on purpose"),
+    "raises on one rank": (
+        ON_RANK_1.format("raise ValueError('on purpose')"),
+        "reward() fails: on purpose",
+    ),
+    "nan": ("return float('nan')", "reward() has to return a finite number, not nan"),
+    "infinite": ("return -float('inf')", "has to return a finite number, not -inf"),
+    "text": ("return '0.5'", "has to return a finite number, not '0.5'"),
+    "nothing": ("", "has to return a finite number, not None"),
+    "long": ("return 'x' * 10_000", "has to return a finite number, not 'xxx"),
+    "asks a service that is not there": (
+        "raise ConnectionError('Connection refused')",
+        "reward() fails: Connection refused",
+    ),
+    "a name is wrong": ("return scores[answer]", "reward() fails: name 'scores' is not defined"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REWARDS)
+def test_a_bad_reward_ends_the_run_in_one_line(reinforce, name):
+    body, expected = BAD_REWARDS[name]
+    done = reinforce(body or "pass", eval_prompts=3, eval_answers=8)
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "Traceback" not in done.stderr, done.stderr
+    assert errors[0].startswith("error: reward()") and expected in errors[0]
+    assert len(errors[0]) < 200
+
+
+@pytest.mark.drill
+def test_a_bad_reward_of_one_rank_under_torchrun(flags, tmp_path):
+    """A copy of the script beside common.py, as a user has it."""
+    path = with_reward(tmp_path / "copy", BAD_REWARDS["raises on one rank"][0])
+    (path.parent / "common.py").write_text((ROOT / "common.py").read_text())
+    done = torchrun(2, str(path), *arguments(flags | RUN | {"run_dir": tmp_path / "run"}))
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert errors == ["error: reward() fails: on purpose"]
+    assert done.returncode == 1 and f"{path.parent}/common.py" not in done.stderr
+
+
+def test_equal_rewards_are_said_and_trained_on(reinforce, tmp_path):
+    done = reinforce("return 0", steps=2, grad_clip=1.0)
+    assert (done.returncode, done.stderr) == (0, "")
+    said = [line for line in done.stdout.splitlines() if "nothing is learned" in line]
+    assert [line.split(":")[0] for line in said] == ["step 1", "step 2"]
+    training = [line for line in lines(tmp_path / "run") if "loss" in line]
+    assert [(x["loss"], x["grad_norm"], x["mixed"]) for x in training] == [(0, 0, 0)] * 2
+
+
+def test_prompts_alone_and_prompts_without_room(reinforce, tmp_path):
+    """No reference is there; a prompt of more than max_length - answer_length is left out."""
+    rows = [{"prompt": f"number {n}"} for n in range(60)]
+    rows += [{"prompt": "x" * (80 + n)} for n in range(3)] + [{"prompt": "y" * 200}] * 4
+    body = "if reference:\n    raise ValueError(reference)\nreturn len(answer) % 3"
+    dataset = write(tmp_path / "prompts.jsonl", rows)
+    done = reinforce(body, dataset=dataset, steps=2)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "4 prompts are left out, as they have no prompt of at most 112 tokens" in done.stdout
+
+
+def test_the_longest_prompt_has_room(tokenizer):
+    """And its answer does not count: it is the reference alone."""
+    row = {"prompt": "x" * 50, "completion": "y" * 500}
+    [(tokens, learned, *_)] = script.chat_rows(row, tokenizer, 99)
+    length = int((~learned).sum())
+    assert 50 < length < 99
+    [(again, *_)] = script.chat_rows(row, tokenizer, length)
+    assert again.tolist() == tokens.tolist() and tokens[-1] == tokenizer.eos_token_id
+    with pytest.raises(ValueError, match=f"have no prompt of at most {length - 1} tokens"):
+        [*script.chat_rows(row, tokenizer, length - 1)]
+
+
+def test_of_a_conversation_the_last_answer_is_asked_for(tokenizer):
+    """What is before it is the prompt, answers too."""
+    turns = [("user", "1"), ("assistant", "first"), ("user", "2"), ("assistant", "last")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    for row in ({"messages": messages}, {"prompt": messages[:3], "completion": "last"}):
+        [(tokens, learned, *_)] = script.chat_rows(row, tokenizer, 200)
+        assert tokenizer.decode(tokens[learned]) == "last<|im_end|>"
+        assert tokenizer.decode(tokens[~learned]).endswith("2<|im_end|>\n<|im_start|>assistant\n")
+        assert "first<|im_end|>" in tokenizer.decode(tokens[~learned])
+    [(tokens, learned, *_)] = script.chat_rows({"prompt": messages[:3]}, tokenizer, 200)
+    assert tokenizer.decode(tokens[learned]) == "<|im_end|>"
+
+
+def test_a_template_that_learns_an_answer_in_two_stretches(tmp_path):
+    """What stands between them is no part of the prompt."""
+    base = save_base(tmp_path, None, TEMPLATES["two stretches"], ("<|header|>", "<|eot|>"))
+    made, _ = script.chat_tokenizer(base)
+    [(tokens, learned, *_)] = script.chat_rows({"prompt": "p", "completion": "c"}, made, 99)
+    answer_begins = int(learned.argmax())
+    assert made.decode(tokens[:answer_begins]) == "<|header|>p\n"
+    seen = []
+    rows = SimpleNamespace(read=lambda row: (tokens, learned))
+    config = script.Config(answer_length=4)
+
+    def sampled(model, prompts, draws, *_):
+        seen.extend(made.decode(prompt) for prompt in prompts)
+        return [(np.array([1], np.uint32), np.zeros(1, np.float32))] * len(draws)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "sample", sampled)
+        patch.setattr(script, "whole_parameters", lambda *_: contextlib.nullcontext())
+        patch.setattr(script, "data_parallel_rank_and_size", lambda _: (0, 1))
+        patch.setattr(common, "gather", lambda value: [value])
+        script.answer_prompts(None, rows, [0], 2, 1, made, config, CPU)
+    assert seen == ["<|header|>p\n"]
+
+
+def test_resume_with_other_prompts_is_refused(reinforce, finished, tmp_path):
+    """Or other answers: a resumed run would sample something else."""
+    before = tree(finished)
+    for changed in ({"prompts": 8}, {"answers": 2}, {"answer_length": 8}):
+        done = reinforce(run_dir=finished, **changed)
+        [name] = changed
+        assert done.returncode == 1 and f"was written with --{name} " in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr
+    assert tree(finished) == before
+
+
+def test_the_exported_model_talks_in_plain_transformers(finished):
+    """It generates answers that end; log-probabilities are those of the script."""
+    tokenizer = AutoTokenizer.from_pretrained(finished / "hf")
+    model = AutoModelForCausalLM.from_pretrained(finished / "hf")
+    asked = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What?"}], add_generation_prompt=True,
+        return_dict=True, return_tensors="pt",
+    )  # fmt: skip
+    torch.manual_seed(0)
+    many = {name: tensor.expand(32, -1) for name, tensor in asked.items()}
+    made = model.generate(
+        **many, max_new_tokens=40, do_sample=True, top_k=0, pad_token_id=tokenizer.pad_token_id
+    )[:, asked["input_ids"].shape[1] :]
+    ended = (made == tokenizer.convert_tokens_to_ids("<|im_end|>")).any(1)
+    assert ended.float().mean() > 0.5
+    prompt = asked["input_ids"][0].numpy().astype(np.uint32)
+    draws = np.random.default_rng(0).random((4, 12))
+    for tokens, log_probs in sample(model, [prompt], draws, tokenizer.eos_token_id):
+        with torch.no_grad():
+            expected = log_probs_of(model, prompt.tolist(), tokens.tolist())
+        assert log_probs.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_the_reference_goes_on_after_a_resume(reinforce, start, tmp_path):
+    """From the weights of --init_from, not of the checkpoint; a run without a stop is the same."""
+    own = {"reference_weight": 0.5, "steps": 3}
+    whole = reinforce(**own, run_dir=tmp_path / "whole")
+    fault = {"call": "Run.log_step", "number": 2, "do": "terminate"}
+    assert "stopped after step 2" in reinforce(faults=[fault], **own).stdout
+    resumed = reinforce(**own)
+    assert (whole.returncode, resumed.returncode, resumed.stderr) == (0, 0, "")
+    assert lines(tmp_path / "run") == lines(tmp_path / "whole")
+    training = [line for line in lines(tmp_path / "run") if "loss" in line]
+    assert training[0]["reference_kl"] == 0 < training[1]["reference_kl"]
+
+
+def test_a_model_of_nan_ends_in_words(reinforce, start, tmp_path):
+    """Not in an index that is out of range."""
+    model = AutoModelForCausalLM.from_pretrained(start)
+    model.model.norm.weight.data.fill_(torch.nan)
+    shutil.copytree(start, tmp_path / "nan")
+    model.save_pretrained(tmp_path / "nan")
+    done = reinforce(init_from=tmp_path / "nan", steps=1)
+    assert "out of bounds" not in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -16,7 +16,7 @@ PRETRAINING = [
     "fsdp2_pp_pretrain.py",
     "fsdp2_ep_pretrain.py",
 ]
-SCRIPTS = [*PRETRAINING, "fsdp2_sft.py"]
+SCRIPTS = [*PRETRAINING, "fsdp2_sft.py", "fsdp2_grpo.py"]
 SECTIONS = [
     "Config",
     "Process group and device",
@@ -38,6 +38,8 @@ STRATEGY = [
     "balance_experts",
     "validation_loss",
 ]
+# Reinforcement validates by sampling, for which a rank needs all parameters.
+SAMPLING = ["whole_parameters", *STRATEGY[:-1]]
 # Lines of fsdp2_pretrain.py that may be another one outside of Config and Strategy: script, line ->
 # what stands there.
 EXCEPTIONS = {
@@ -108,7 +110,10 @@ def test_common_stays_small():
 def test_sections_are_the_same_in_the_same_order():
     for name in PRETRAINING:
         assert list(sections(name)) == SECTIONS
-    assert [title for title in sections("fsdp2_sft.py") if title != "Conversations"] == SECTIONS
+    tuned = [*SECTIONS[:2], "Conversations", *SECTIONS[2:]]
+    assert list(sections("fsdp2_sft.py")) == tuned
+    reinforced = [*tuned[:3], "Reward and loss", *tuned[3:5], "Sampling", *tuned[5:]]
+    assert list(sections("fsdp2_grpo.py")) == reinforced
 
 
 @pytest.mark.parametrize("name", PRETRAINING)
@@ -129,9 +134,13 @@ def test_the_strategy_is_in_its_section(name):
     found = sections(name)
     strategy = ast.parse("\n".join(found["Strategy"]))
     functions = [node.name for node in strategy.body if isinstance(node, ast.FunctionDef)]
-    assert [function for function in functions if function in STRATEGY] == STRATEGY
-    for title in ("Model", "Optimizer and schedule", "Training", "Validation"):
-        assert not any("dist." in line for line in found[title]), title
+    expected = SAMPLING if name == "fsdp2_grpo.py" else STRATEGY
+    assert {function for function in functions if function in expected} == {*expected}
+    in_order = [function for function in functions if function in STRATEGY]
+    assert in_order == [function for function in STRATEGY if function in expected]
+    others = ("Model", "Reward and loss", "Sampling", "Optimizer and schedule", "Training")
+    for title in (*others, "Validation"):
+        assert not any("dist." in line for line in found.get(title, [])), title
 
 
 def test_readme_is_short():
