@@ -1,5 +1,6 @@
 """Reinforcement: the loss against the papers, sampling against the model, and the whole script."""
 
+import collections
 import contextlib
 import copy
 import json
@@ -245,6 +246,64 @@ def test_the_reference_model(seen, start, flags, tmp_path):
         )
     assert all(step["measured"]["reference_kl"] > 1e-3 for step in got["steps"][1:])
     assert all(step["measured"]["reference_kl"] == 0 for step in seen["inner"]["steps"])
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3])
+@pytest.mark.parametrize("kind", ["dapo", "bnpo"])  # both are means over tokens
+def test_the_loss_is_that_of_trl(kind, weight):
+    """On the same log-probabilities and advantages: loss, gradient, divergence, what is clipped.
+
+    TRL is in no requirements. In an environment of its own beside this one:
+
+        python -m venv apart && apart/bin/pip install -r requirements.txt
+        apart/bin/pip install --no-deps trl==1.16.0 accelerate==1.15.0
+        apart/bin/python -m pytest tests/test_grpo.py -k trl
+    """
+    trl = pytest.importorskip("trl")
+    rng = torch.Generator().manual_seed(0)
+    lengths = torch.tensor([9, 1, 4, 7, 2, 9])
+    mask = torch.arange(9) < lengths[:, None]
+    old = -5 * torch.rand(6, 9, generator=rng) - 0.5
+    now = (old + 0.4 * torch.randn(6, 9, generator=rng)).requires_grad_()
+    first = old + 0.4 * torch.randn(6, 9, generator=rng)
+    advantages = torch.randn(6, generator=rng)
+    config = script.Config(reference_weight=weight, init_from="weights", **BOUNDS)
+    measured = script.policy_loss(
+        now[mask], old[mask], old[mask], advantages.repeat_interleave(lengths), config,
+        first[mask] if weight else None,
+    )  # fmt: skip
+    count = int(lengths.sum())
+    loss = measured[0] / count
+    [gradient] = torch.autograd.grad(loss, now)
+
+    trainer = SimpleNamespace(
+        loss_type=kind, beta=weight, epsilon_low=BOUNDS["clip_low"],
+        epsilon_high=BOUNDS["clip_high"], importance_sampling_level="token",
+        top_entropy_quantile=1.0, off_policy_mask_threshold=None, use_vllm=False,
+        current_gradient_accumulation_steps=1, aux_loss_enabled=False, _entropy_bonus_enabled=False,
+        args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+        model=SimpleNamespace(training=True), _metrics={"train": collections.defaultdict(list)},
+        accelerator=SimpleNamespace(
+            num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x
+        ),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (now, torch.zeros(6, 9), None),
+    )  # fmt: skip
+    nothing = torch.zeros(6, 0, dtype=torch.int64)
+    inputs = {
+        "prompt_ids": nothing, "prompt_mask": nothing, "completion_ids": mask.long(),
+        "completion_mask": mask.long(), "advantages": advantages, "old_per_token_logps": old,
+        "ref_per_token_logps": first, "num_items_in_batch": torch.tensor(count),
+    }  # fmt: skip
+    expected = trl.GRPOTrainer._compute_loss(trainer, None, inputs)
+    [of_expected] = torch.autograd.grad(expected, now)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    torch.testing.assert_close(gradient, of_expected, rtol=1e-5, atol=1e-8)
+    named = dict(zip(script.MEASURED, (measured / count).tolist()))
+    seen = {name: value[0] for name, value in trainer._metrics["train"].items()}
+    assert seen["clip_ratio/low_mean"] > 0.02 and seen["clip_ratio/high_mean"] > 0.02
+    assert named["clip_fraction"] == pytest.approx(seen["clip_ratio/region_mean"])
+    if weight:
+        assert named["reference_kl"] == pytest.approx(seen["kl"], rel=1e-5)
 
 
 @pytest.mark.parametrize("mode", ["plain", "packed", "bf16", "compile", "experts", "recomputed"])
