@@ -1,9 +1,10 @@
 """Runs scripts on a CUDA that is not there, and counts what would cost time: fake_cuda.py RUNS.
 
 RUNS is a JSON list of [script, flags]. Each run is the script's own init_process_group, model,
-optimizer, two train steps and validation, as rank 1 of 4 GPUs, on fake tensors of device cuda:1: a
-mix of devices raises as on a GPU. Collectives have no other ranks. Writes a JSON line a run: what
-was counted in the second step ("step") and in validation, {event: times}, or "error".
+optimizer, two train steps and validation (or sampling), as rank 1 of 4 GPUs, on fake tensors of
+device cuda:1: a mix of devices raises as on a GPU. Collectives have no other ranks. Writes a JSON
+line a run: what was counted in the second step ("step") and in validation, {event: times}, or
+"error".
 
 The events are "wait WHERE" (the CPU waits until the GPU has computed a number), "blocking copy
 WHERE", "async copy WHERE", "attention KERNEL" (as torch 2.13 chooses it on an H100) and
@@ -187,11 +188,15 @@ def fake_cuda(gpus: int = RANKS, capability: tuple[int, int] = (9, 0)) -> None:
     parallel.__init__ = init
     # A constant that is moved to the device by a fake mode would be moved in truth.
     tensor = torch.tensor
-    torch.tensor = lambda data, device=None, **more: (
-        torch.full((), data, device=device, **more)
-        if device and isinstance(data, float)
-        else tensor(data, **more)
-    )
+
+    def constant(data: Any, device: Any = None, **more: Any) -> torch.Tensor:
+        if device and isinstance(data, float):
+            return torch.full((), data, device=device, **more)
+        if device and data == []:  # of an empty cache
+            return torch.empty(0, device=device, **more)
+        return tensor(data, **more)
+
+    torch.tensor = constant
     schedule: Any = schedules._PipelineSchedule
 
     def agree(self: Any, stages: list, *_: Any) -> None:
@@ -223,6 +228,11 @@ def fake_attention() -> None:
             query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         grouped = query.shape[1] != key.shape[1]
         arguments = (query, key, value)
+        if query.is_cuda and attn_mask is not None:  # of bool, which sdpa makes one of numbers
+            SEEN["attention efficient, masked" if not grouped else "attention math"] += 1
+            bias = query.new_zeros(()).expand(*query.shape[:3], key.shape[2])
+            efficient = aten._scaled_dot_product_efficient_attention
+            return efficient(*arguments, bias, False, dropout_p, is_causal, scale=scale)[0]
         if not query.is_cuda or (query.dtype == torch.float32 and grouped):
             if query.is_cuda:  # torch 2.13 has no memory-efficient kernel for grouped heads
                 SEEN["attention math"] += 1
@@ -267,6 +277,11 @@ class Recorder(TorchDispatchMode):
         if func is aten.nonzero.default or func is aten.index.Tensor and is_mask(args):
             if on_cuda:
                 SEEN[f"wait {place()}"] += 1
+            if on_cuda and func is aten.nonzero.default:  # all of them
+                return first.new_empty((first.numel(), first.dim()), dtype=torch.int64)
+        if func is aten._to_copy.default and on_cuda:
+            if torch.device(kwargs.get("device") or first.device).type == "cpu":
+                SEEN[f"wait {place()}"] += 1
         if func is aten._to_copy.default and first is not None and not on_cuda:
             target = kwargs.get("device")
             if target is not None and torch.device(target).type == "cuda":
@@ -280,7 +295,8 @@ class Recorder(TorchDispatchMode):
             SEEN["pinned"] += 1
             return torch.empty_like(first)  # no constant, whose copy would be a true one
         if func is aten.is_pinned.default:
-            return first.is_floating_point()  # offloaded parameters are; ids are not yet
+            # Offloaded parameters are; what a micro-batch holds, which is true here, is not yet.
+            return isinstance(first, FakeTensor) and first.is_floating_point()
         if func.namespace in ("c10d", "_c10d_functional"):
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
             devices = sorted({tensor.device.type for tensor in tensors})
@@ -314,16 +330,10 @@ def by_document(query: Any, key: Any, value: Any, boundaries: Any, scale: Any) -
     return attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2)
 
 
-def run(script: Any, flags: dict[str, Any]) -> dict[str, Any]:
-    """Two steps and a validation; the counts of the second step and of the validation."""
-    torch._C._accelerator_setDeviceIndex(0)
-    SEEN.clear()
-    config = script.Config(**{"model": "qwen2-0.5b", "max_length": 1024} | flags)
-    device = script.init_process_group(config)
-    seen = {"start": dict(SEEN), "device": str(device), "precision": config.precision}
-    vocabulary = 320
+def texts(script: Any, config: Any, vocabulary: int) -> Any:
+    """The batches of a script that trains on documents or conversations."""
     lengths, read = rows(config.max_length, vocabulary, 0.5 if "sft" in script.__name__ else 1.0)
-    batches = getattr(script, "ConversationBatches", common.Batches)(
+    return getattr(script, "ConversationBatches", common.Batches)(
         lengths,
         lengths,
         read,
@@ -334,11 +344,63 @@ def run(script: Any, flags: dict[str, Any]) -> dict[str, Any]:
         padding_id=256,
         seed=config.seed,
     )
+
+
+def answers(script: Any, config: Any, vocabulary: int) -> Any:
+    """The batches of a step of reinforcement, whose answers have unlike lengths."""
+    rng = np.random.default_rng(0)
+    made = []
+    for _ in range(config.prompts * config.answers):
+        prompt = rng.integers(vocabulary, size=rng.integers(16, 800), dtype=np.uint32)
+        tokens = rng.integers(vocabulary, size=rng.integers(1, 128), dtype=np.uint32)
+        made.append(script.Answer(prompt, tokens, np.zeros(len(tokens), np.float32), 0.5))
+    return script.AnswerBatches(
+        made,
+        np.zeros(len(made), np.float32),
+        ranks=RANKS,
+        batching=config.batching,
+        max_length=config.max_length,
+        micro_batch_tokens=config.micro_batch_tokens,
+        pad_to_multiple_of=config.pad_to_multiple_of,
+        padding_id=256,
+        seed=config.seed,
+    )
+
+
+def sample(script: Any, model: Any, config: Any, device: Any) -> None:
+    """Answers of 16 tokens to two prompts, none of which ends before."""
+    prompts = [np.arange(length, dtype=np.uint32) for length in (40, 100)]
+    draws = np.zeros((2 * config.answers, 16))
+    numpy = torch.Tensor.numpy
+    torch.Tensor.numpy = lambda tensor: np.ones(tensor.shape)  # type: ignore[method-assign]
+    try:
+        with script.whole_parameters(model, config):
+            SEEN.clear()
+            made = script.sample(model, prompts, draws, 256, device)
+    finally:
+        torch.Tensor.numpy = numpy  # type: ignore[method-assign]
+    assert [len(tokens) for tokens, _ in made] == [16] * len(draws)
+
+
+def run(script: Any, flags: dict[str, Any]) -> dict[str, Any]:
+    """Two steps and a validation, or sampling; the counts of the second step and of the latter."""
+    torch._C._accelerator_setDeviceIndex(0)
+    SEEN.clear()
+    config = script.Config(**{"model": "qwen2-0.5b", "max_length": 1024} | flags)
+    device = script.init_process_group(config)
+    seen = {"start": dict(SEEN), "device": str(device), "precision": config.precision}
+    vocabulary = 320
+    reinforced = hasattr(script, "AnswerBatches")
+    if reinforced:
+        batches = answers(script, config, vocabulary)
+        number = batches.num_micro_batches
+    else:
+        batches = texts(script, config, vocabulary)
+        number = config.global_batch_tokens // config.micro_batch_tokens
     batches.collate = dry_run.unseen(batches.collate)  # on the CPU, and there it has numbers
     model_config = dry_run.model_config_of(script, config, vocabulary)
     model_config.num_hidden_layers = max(2, getattr(config, "pipeline_parallel", 2))
     share = script.data_parallel_rank_and_size(config)
-    number = config.global_batch_tokens // config.micro_batch_tokens
     script.attention_document_by_document = by_document
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -347,13 +409,18 @@ def run(script: Any, flags: dict[str, Any]) -> dict[str, Any]:
             seen["parameters"] = sorted({str(p.device) for p in model.parameters()})
             for step in range(2):
                 SEEN.clear()
-                batch = batches.global_batch(step, number, *share)
-                script.train_step(model, optimizer, batch, 1e-4, config, device)
+                batch = batches.global_batch(0 if reinforced else step, number, *share)
+                models = (model, None) if reinforced else (model,)  # without a reference
+                script.train_step(*models, optimizer, batch, 1e-4, config, device)
             seen |= {"micro_batches": len(batch.micro_batches), "step": dict(SEEN)}
             SEEN.clear()
-            config.eval_batches = 8
-            script.evaluate(model, batches, config, device)
-            seen["validation"] = dict(SEEN)
+            if reinforced:
+                sample(script, model, config, device)
+                seen |= {"validation": {}, "sampling": dict(SEEN)}
+            else:
+                config.eval_batches = 8
+                script.evaluate(model, batches, config, device)
+                seen["validation"] = dict(SEEN)
     finally:
         dist.destroy_process_group()
     return seen

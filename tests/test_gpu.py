@@ -19,8 +19,9 @@ import fsdp2_sft
 sys.path.insert(0, str(ROOT / "bench"))
 import gpu  # noqa: E402
 
-ALL = [*SCRIPTS, *INSIDE, "fsdp2_sft.py"]
-SIZES = {"micro_batch_tokens": 4096, "global_batch_tokens": 4096 * 4 * 2}
+ALL = [*SCRIPTS, *INSIDE, "fsdp2_sft.py", "fsdp2_grpo.py"]
+SIZES = {"micro_batch_tokens": 4096}
+GLOBAL = {"global_batch_tokens": 4096 * 4 * 2}  # of all but reinforcement, which counts prompts
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {}
 for name in ALL:
     for batching in ("bucketed", "packed"):
@@ -41,7 +42,10 @@ RUNS["packed fp32"] = "fsdp2_pretrain.py", {"batching": "packed", "precision": "
 @pytest.fixture(scope="module")
 def seen() -> dict[str, dict]:
     """All runs of one launch."""
-    runs = [(name.removesuffix(".py"), SIZES | flags) for name, flags in RUNS.values()]
+    runs = []
+    for name, flags in RUNS.values():
+        sizes = SIZES if "grpo" in name else SIZES | GLOBAL
+        runs.append((name.removesuffix(".py"), sizes | flags))
     runs.append(("fsdp2_pretrain", "starts"))
     done = subprocess.run(
         [sys.executable, str(ROOT / "tests/fake_cuda.py"), json.dumps(runs)],
@@ -71,6 +75,7 @@ def test_all_is_on_this_ranks_gpu_and_nothing_waits(seen, name):
     assert micro_batches > 1
     packed, context_parallel = "packed" in name, "_cp_" in name
     tensors = 2 + packed + (packed or context_parallel) + ("sft" in name)  # boundaries, positions
+    tensors += 3 * ("grpo" in name)
     [copies] = [run["step"][event] for event in run["step"] if "async copy common.py" in event]
     assert run["step"]["pinned"] == copies == micro_batches * tensors
     waits = {event: times for event, times in run["step"].items() if "wait " in event}
@@ -78,9 +83,28 @@ def test_all_is_on_this_ranks_gpu_and_nothing_waits(seen, name):
         # Its own limit of all-gathers ahead of the GPU (`limit_all_gathers`): a wait a gather.
         assert waits.pop("wait for cuda:1") <= 5 * micro_batches
     if not offload:  # loss and norm, and how evenly experts are used
-        assert sum(waits.values()) <= 2 + ("experts" in name)
+        several = 5 * ("grpo" in name)  # that are read with the loss, at once
+        assert sum(waits.values()) <= 2 + ("experts" in name) + several
         assert all(event.endswith(" on cuda") for event in events(run, "collective"))
     assert not events(run, "wait for everything")
+
+
+@pytest.mark.parametrize("batching", ["bucketed", "packed", "fp32"])
+def test_sampling_waits_once_a_token(seen, batching):
+    """For which answers have ended; it copies prompts and draws at its beginning."""
+    sampling = seen[f"fsdp2_grpo.py {batching}"]["sampling"]
+    copies = {event: times for event, times in sampling.items() if "copy" in event}
+    assert len(copies) == 3 and set(copies.values()) == {1}, copies
+    waits = sorted(times for event, times in sampling.items() if event.startswith("wait "))
+    assert waits == [
+        1,
+        1,
+        16,
+    ]  # of 16 tokens; what is sampled and its probabilities come at the end
+    assert (
+        sampling["attention efficient, masked"] == 2 * 16
+    )  # of two blocks; no kernel without heads
+    assert len(sampling) == 7, sampling  # no collective among them
 
 
 @pytest.mark.parametrize("name", RUNS)
