@@ -625,12 +625,12 @@ def test_a_signal_while_ranks_sample_loses_nothing(
 
 def test_rewards_rise_where_they_can(reinforce, tmp_path):
     """Short answers are worth more; after some steps the model gives them."""
-    own = {"steps": 16, "eval_every": 16, "checkpoint_every": 16, "prompts": 8, "answers": 8}
+    own = {"steps": 10, "eval_every": 10, "checkpoint_every": 10, "answers": 8}
+    own |= {"answer_length": 32, "reference_weight": 0.0}
     done = reinforce(SHORT, **own)
     assert (done.returncode, done.stderr) == (0, "")
     rewards = [line["reward"] for line in lines(tmp_path / "run") if "reward" in line]
-    first, last = np.mean(rewards[:3]), np.mean(rewards[-3:])
-    assert last > first + 0.2, rewards
+    assert np.mean(rewards[-3:]) > rewards[0] + 0.2, rewards
     held_out = [x["validation_reward"] for x in lines(tmp_path / "run") if "validation_reward" in x]
     assert len(held_out) == 2 and held_out[1] > held_out[0] + 0.1, held_out
 
@@ -784,8 +784,10 @@ def test_resume_with_other_prompts_is_refused(reinforce, finished, tmp_path):
     before = tree(finished)
     done = reinforce(run_dir=finished, prompts=8, answers=2, answer_length=8)
     assert done.returncode == 1 and "Traceback" not in done.stderr
-    changed = "--prompts 4 (now 8), --answers 4 (now 2), --answer_length 16 (now 8); resume with"
-    assert f"was written with {changed}" in done.stderr
+    changed = (
+        "was written with --prompts 4 (now 8), --answers 4 (now 2), --answer_length 16 (now 8)"
+    )
+    assert changed in done.stderr
     assert tree(finished) == before
 
 
