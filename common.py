@@ -879,7 +879,7 @@ def fetch_weights(name: str) -> str:
     with refusing(f"--init_from {name[:200]} is no path"):
         directory = Path(name, "hf") if Path(name, "hf").is_dir() else Path(name)
     if not directory.is_dir():
-        files = ["*.json", "*.safetensors"]
+        files = ["*.json", "*.jinja", "*.safetensors"]
         with prepare_in_turn(), refusing(f"--init_from {name} is neither here nor on the hub"):
             directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
     if not (directory / "config.json").exists() or not list(directory.glob("*.safetensors")):

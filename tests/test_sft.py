@@ -2,6 +2,7 @@
 
 import functools
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -225,6 +226,24 @@ GEMMA = """{%- for m in messages -%}{{- '<turn>' + m.role + '\n' -}}
 OUTSIDE = """{%- for m in messages -%}{%- if m.role == 'assistant' -%}{%- generation -%}
 {{- '<think>\n</think>' + m.content -}}{%- endgeneration -%}{%- else -%}
 {{- m.role + m.content -}}{%- endif -%}{{- '<|eot|>' -}}{%- endfor -%}"""
+
+
+def test_a_hub_models_template_comes_along(tmp_path, monkeypatch):
+    """transformers saves it in a file of its own, chat_template.jinja."""
+    hub, here = tmp_path / "hub", tmp_path / "here"
+    Qwen2ForCausalLM(small_shape()).save_pretrained(hub)
+    save_base(hub, None, TEMPLATES["headers"], ("<|header|>", "<|eot|>"))
+
+    def download(name: str, allow_patterns: list[str]) -> str:
+        assert name == "someone/chat"
+        kept = [path for pattern in allow_patterns for path in hub.glob(pattern)]
+        shutil.copytree(hub, here, ignore=lambda _, names: {*names} - {p.name for p in kept})
+        return str(here)
+
+    monkeypatch.setattr(common.huggingface_hub, "snapshot_download", download)
+    tokenizer, known = fsdp2_sft.chat_tokenizer(common.fetch_weights("someone/chat"))
+    assert tokenizer.chat_template == TEMPLATES["headers"]
+    assert len(tokenizer) == known + 1  # a pad token alone, none of our own template
 
 
 def test_the_end_of_a_turn_is_the_token_that_ends_what_is_learned(tmp_path):
