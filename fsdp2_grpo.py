@@ -600,8 +600,10 @@ def reward(prompt: str, answer: str, reference: str) -> float:
 
 def checked_reward(prompt: str, answer: str, reference: str) -> float:
     """`reward`, if it is a finite number; else the run ends with a line that says what it is."""
-    with common.refusing("reward() fails", code=1):
+    try:
         value = reward(prompt, answer, reference)
+    except Exception as error:
+        common.refuse(f"reward() fails: {type(error).__name__}: {error}", code=1)
     if not isinstance(value, numbers.Real) or not math.isfinite(value):
         common.refuse(f"reward() has to return a finite number, not {value!r:.80}", code=1)
     return float(value)
@@ -1375,9 +1377,7 @@ def sample(
     log_probs = torch.zeros(draws.shape, device=device)
     going = torch.arange(len(draws), device=device)  # the answers that have not ended
     for t in range(draws.shape[1]):
-        distribution = logits.double().softmax(-1).cumsum(-1)
-        threshold = draws[going, t, None] * distribution[:, -1:]
-        ids = torch.searchsorted(distribution, threshold, right=True)  # [answers, 1]
+        ids = draw_tokens(logits, draws[going, t])
         tokens[going, t] = ids[:, 0]
         log_probs[going, t] = logits.log_softmax(-1).gather(1, ids)[:, 0]
         go_on = (ids[:, 0] != eos_token_id).nonzero()[:, 0]
@@ -1401,6 +1401,16 @@ def sample(
         (tokens[i, :length].astype(np.uint32), log_probs[i, :length])
         for i, length in enumerate(lengths)
     ]
+
+
+def draw_tokens(logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+    """The token of each row where the cumulative distribution reaches its draw, int64 [rows, 1]."""
+    if not logits.isfinite().all():
+        common.refuse("the model has no finite logits any more: lower --learning_rate", code=1)
+    distribution = logits.double().softmax(-1).cumsum(-1)
+    threshold = draws[:, None] * distribution[:, -1:]  # which by rounding is not exactly 1
+    ids = torch.searchsorted(distribution, threshold, right=True)
+    return ids.clamp(max=logits.shape[-1] - 1)  # a draw just below 1 may have been rounded up
 
 
 def answer_prompts(
@@ -1431,8 +1441,9 @@ def answer_prompts(
                 generator = np.random.default_rng([config.seed, step, row])
                 draws.append(generator.random((num_answers, config.answer_length)))
                 tokens, learned = rows.read(row)
-                prompts.append(tokens[~learned])
-                references.append(tokens[learned])
+                begin = int(learned.argmax())  # of the answer
+                prompts.append(tokens[:begin])
+                references.append(tokens[begin:])
             sampled = sample(model, prompts, np.concatenate(draws), tokenizer.eos_token_id, device)
             for i, (prompt, reference) in enumerate(zip(prompts, references)):
                 of_prompt = sampled[i * num_answers : (i + 1) * num_answers]
