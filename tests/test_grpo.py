@@ -467,7 +467,7 @@ def check_sampling(model, vocabulary: int = 256, end: int = 7) -> list:
 
 def tiny_vocabulary():
     torch.manual_seed(0)
-    shape = small_shape(vocab_size=8, initializer_range=0.15, tie_word_embeddings=False)
+    shape = small_shape(vocab_size=8, initializer_range=0.2, tie_word_embeddings=False)
     return Qwen2ForCausalLM(shape).eval()
 
 
@@ -593,6 +593,11 @@ def test_metrics_are_those_of_the_interface(finished):
         assert set(names) <= line.keys()
         assert line["sample_seconds"] < line["step_seconds"]
         assert 0 <= line["reward"] <= 1 and 0 <= line["truncated"] <= 1
+    best = {}  # the checkpoint that stays, however old, is the one of the best reward
+    for path in (finished / "checkpoints").iterdir():
+        progress = common.read_description(path)["progress"]
+        best[progress["step"]] = -progress["validation_loss"]
+    assert best == {x["step"]: x["validation_reward"] for x in validation[1:]}
     tokens = np.diff([0] + [line["tokens"] for line in training])
     assert tokens.tolist() == [round(16 * line["answer_length"]) for line in training]
 
