@@ -173,8 +173,10 @@ def launch(main: Callable) -> None:
         # the first rank of a node, if all refuse, and a failed rank before those that lost it. Who
         # still lives five seconds later is alone in knowing of the error.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        refused = isinstance(error, Refusal | SystemExit)
-        if lost_connection(error) or (refused and os.environ["LOCAL_RANK"] != "0"):
+        knows_less = lost_connection(error)
+        if isinstance(error, Refusal | SystemExit):
+            knows_less = os.environ["LOCAL_RANK"] != "0"
+        if knows_less:
             time.sleep(5)
         if message:
             print(message, file=sys.stderr, flush=True)
@@ -942,8 +944,7 @@ def load_weights(model: torch.nn.Module, directory: str) -> None:
     known = set().union(*gather(list(state_dict)))  # by all ranks
     unknown = reader.read_metadata().state_dict_metadata.keys() - known
     if unknown:
-        also = f"{min(unknown)} ({len(unknown)} too many)"
-        refuse(f"--init_from {directory}: its files also hold {also}")
+        refuse(f"--init_from {directory}: also has {min(unknown)} ({len(unknown)} too many)")
     with refusing(f"--init_from {directory}"):  # names what is missing or of another shape
         dcp.load(wanted, storage_reader=reader)
     for head in tied.keys() & state_dict.keys():

@@ -171,7 +171,7 @@ CASES = {
     "no weights": ({"init_from": "FOLDER/shallow"}, "no config.json and .*safetensors in it"),
     "no directory": ({"init_from": "no/where"}, "--init_from no/where is neither here nor"),
     "missing weights": (START | {"model": "FOLDER/deep"}, "[Mm]issing key.* model.layers.2"),
-    "unexpected weights": (START, "also hold model.layers.1.* .12 too many"),
+    "unexpected weights": (START, "also has model.layers.1.* .12 too many"),
     "mis-shaped weights": (START | {"model": "FOLDER/narrow"}, "[Ss]ize mismatch"),
     "run_dir is a file": ({"run_dir": "FOLDER/file"}, "cannot be written.*Not a directory"),
     "run_dir under a file": ({"run_dir": "FOLDER/file/run"}, "cannot be written"),
