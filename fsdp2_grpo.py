@@ -1396,6 +1396,8 @@ def sample(
         )
     tokens = tokens.cpu().numpy()
     log_probs = log_probs.cpu().numpy()
+    if not np.isfinite(log_probs).all():  # once for all tokens, since each look waits for the GPU
+        common.refuse("the model has no finite logits any more: lower --learning_rate", code=1)
     lengths = (tokens >= 0).sum(1)
     return [
         (tokens[i, :length].astype(np.uint32), log_probs[i, :length])
@@ -1405,12 +1407,10 @@ def sample(
 
 def draw_tokens(logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
     """The token of each row where the cumulative distribution reaches its draw, int64 [rows, 1]."""
-    if not logits.isfinite().all():
-        common.refuse("the model has no finite logits any more: lower --learning_rate", code=1)
     distribution = logits.double().softmax(-1).cumsum(-1)
     threshold = draws[:, None] * distribution[:, -1:]  # which by rounding is not exactly 1
     ids = torch.searchsorted(distribution, threshold, right=True)
-    return ids.clamp(max=logits.shape[-1] - 1)  # a draw just below 1 may have been rounded up
+    return ids.clamp(max=logits.shape[-1] - 1)  # of logits of NaN, which `sample` refuses
 
 
 def answer_prompts(
