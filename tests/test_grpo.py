@@ -824,14 +824,16 @@ def test_the_exported_model_talks_in_plain_transformers(finished):
         assert log_probs.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def test_a_model_of_nan_ends_in_words(reinforce, start, tmp_path):
-    """Not in an index that is out of range."""
+def test_a_model_of_nan_ends_in_one_line(reinforce, start, tmp_path):
+    """Not in an index that is out of range, which would be a GPU's last words."""
     model = AutoModelForCausalLM.from_pretrained(start)
     model.model.norm.weight.data.fill_(torch.nan)
     shutil.copytree(start, tmp_path / "nan")
     model.save_pretrained(tmp_path / "nan")
     done = reinforce(init_from=tmp_path / "nan", steps=1)
-    assert "out of bounds" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert len(errors) == 1 and "no finite logits" in errors[0]
 
 
 # --- Drills ---------------------------------------------------------------------------------------
