@@ -4,7 +4,7 @@
 
 Reinforcement learning is repeated with as many seeds (3), each from the same fine-tuned model, all
 on 2 ranks. Writes docs/reward.png and docs/reward.json: of each seed the mean reward of held-out
-prompts, by step, and the seconds of the run.
+prompts, by step. Prints how long each run took.
 """
 
 import json
@@ -34,12 +34,10 @@ def rewards(run_dir: Path) -> dict[int, float]:
     }
 
 
-def draw(seen: list[dict[str, Any]]) -> None:
+def draw(seen: list[dict[int, float]]) -> None:
     figure, axes = shared.plotting().subplots(figsize=(7, 3), dpi=150)
-    for seed, (colour, line) in enumerate(zip(["#1d3557", "#e76f51", "#2a9d8f"] * len(seen), seen)):
-        steps = [int(step) for step in line["rewards"]]
-        label = f"seed {seed}"
-        axes.plot(steps, [*line["rewards"].values()], marker="o", color=colour, label=label)
+    for seed, line in enumerate(seen):
+        axes.plot(line.keys(), line.values(), marker="o", label=f"seed {seed}")
     axes.set_xlabel("step")
     axes.set_ylabel("mean reward, held-out prompts")
     axes.set_ylim(0, None)
@@ -57,12 +55,11 @@ def main() -> None:
             run_dir = Path(folder, f"runs/seed_{seed}")
             words = ["--init_from", "runs/fsdp2_sft", "--seed", seed, "--run_dir", run_dir]
             seconds = run(folder, "fsdp2_grpo", *words)
-            seen.append({"rewards": rewards(run_dir), "seconds": round(seconds)})
+            seen.append(rewards(run_dir))
+            first, *_, last = seen[-1].values()
+            print(f"seed {seed}: from {first:.2f} to {last:.2f} in {seconds:.0f} s")
     (ROOT / "docs/reward.json").write_text(json.dumps(seen, indent=2) + "\n")
     draw(seen)
-    for seed, line in enumerate(seen):
-        first, *_, last = line["rewards"].values()
-        print(f"seed {seed}: from {first:.2f} to {last:.2f} in {line['seconds']} s")
 
 
 if __name__ == "__main__":

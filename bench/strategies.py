@@ -359,11 +359,14 @@ def experts_table() -> str:
     return "\n".join(lines)
 
 
-def sampling_table(ranks: int = 8, card: int = 80) -> str:
-    """Markdown: what `fsdp2_grpo.py` keeps while it samples; how many tokens there is room for.
+def bytes_of_cached_token(shape: Any) -> int:
+    """A token has a key and a value in each block, of all heads that have their own, in bf16."""
+    head_size = shape.hidden_size // shape.num_attention_heads
+    return 2 * 2 * shape.num_hidden_layers * shape.num_key_value_heads * head_size
 
-    A token has a key and a value in each block, of all heads that have their own.
-    """
+
+def sampling_table(ranks: int = 8, card: int = 80) -> str:
+    """Markdown: what `fsdp2_grpo.py` keeps while it samples; how many tokens there is room for."""
     lines = [
         f"| | shards on {ranks} ranks | whole parameters | keys and values of 1,000 tokens | "
         f"tokens at a time on {card} GB |",
@@ -372,8 +375,7 @@ def sampling_table(ranks: int = 8, card: int = 80) -> str:
     for name, shape in SHAPES.items():
         with torch.device("meta"):
             parameters = AutoModelForCausalLM.from_config(shape).num_parameters()
-        head_size = shape.hidden_size // shape.num_attention_heads
-        of_token = 2 * 2 * shape.num_hidden_layers * shape.num_key_value_heads * head_size
+        of_token = bytes_of_cached_token(shape)
         shards, whole = 16 * parameters / ranks, 2 * parameters
         tokens = (0.9 * card * 1e9 - shards - whole) / of_token
         room = f"{tokens:,.0f}" if tokens > 0 else "none"

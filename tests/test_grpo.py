@@ -28,6 +28,7 @@ from transformers import (
     MistralConfig,
     Qwen2ForCausalLM,
 )
+from transformers.cache_utils import DynamicCache
 
 import common
 import fsdp2_grpo as script
@@ -530,6 +531,25 @@ def test_the_distribution_of_samples_is_the_models():
         assert abs(square - degrees) < 4 * math.sqrt(2 * degrees), (square, degrees)
         off = (seen - expected).abs().sum() / 2 / number  # total variation
         assert off < 0.02
+
+
+def test_what_is_kept_of_a_token_is_what_the_page_says(monkeypatch):
+    """Keys and values as `sample` keeps them, in bf16, against the formula of the table."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import strategies
+
+    torch.manual_seed(0)
+    shape = small_shape(num_hidden_layers=3, num_key_value_heads=2)
+    model = sampler(Qwen2ForCausalLM(shape).bfloat16())
+    caches = []
+    monkeypatch.setattr(script, "DynamicCache", lambda: caches.append(DynamicCache()) or caches[-1])
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 256, 6).astype(np.uint32) for _ in range(2)]
+    with torch.no_grad():
+        script.sample(model, prompts, rng.random((6, 5)), eos_token_id=-1, device=CPU)
+    kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in caches[0].layers)
+    tokens = 6 * (6 + 4)  # what the last of five tokens would add is not computed
+    assert kept == tokens * strategies.bytes_of_cached_token(shape)
 
 
 # --- The whole script -----------------------------------------------------------------------------
