@@ -877,7 +877,7 @@ def read_model_config(
 
 
 def fetch_weights(name: str) -> str:
-    """The directory of `--init_from`: itself, the hf/ of a run, or what a hub id has downloaded."""
+    """The directory of `--init_from`: itself, the hf/ of a run, or where a hub id was loaded to."""
     with refusing(f"--init_from {name[:200]} is no path"):
         directory = Path(name, "hf") if Path(name, "hf").is_dir() else Path(name)
     if not directory.is_dir():
@@ -1481,7 +1481,7 @@ class Run:
     def log_step(
         self, batch: GlobalBatch, flops: int, step: int, aim: str = "loss", **measured: float
     ) -> None:
-        """Log an optimizer step; the terminal hears of the `aim` of one in ten seconds."""
+        """Log an optimizer step; the terminal hears of its `aim` every ten seconds."""
         seconds = measured["step_seconds"]
         line = {
             "step": step,

@@ -10,15 +10,18 @@ The advantage of an answer is its reward less the mean of its group, so no secon
 what a prompt is worth (GRPO, arXiv 2402.03300). Tokens of answers that are better than their group
 become likelier, those of worse ones less likely. Nothing is divided by the deviation of the group,
 which would make a rare slip at an easy prompt count as much as a prompt in doubt, nor by the length
-of an answer (Dr. GRPO, arXiv 2503.20783): every token of the global batch counts the same.
+of an answer (Dr. GRPO, arXiv 2503.20783). The sum over all tokens is divided by their number, so
+every token of the global batch counts the same (DAPO, arXiv 2503.14476).
 
 What a rank keeps: 1/N of all parameters, gradients and AdamW moments (N ranks); while a block
 computes, that block's parameters whole. While answers are sampled: all parameters whole, and of its
-own answers the keys and values, 2 x layers x key-value heads x head size a token.
+own answers the keys and values, 2 x layers x key-value heads x head size a token. With
+--reference_weight 1/N of a second model's parameters.
 
 What moves in a step, with P the bytes of the model: one all-gather of all parameters, P(N-1)/N;
 then nothing while a rank samples, however long its answers are; the tokens of the answers, to all
-ranks; and for training what fsdp2_sft.py moves.
+ranks; and for training what fsdp2_sft.py moves (with --reference_weight one all-gather more for
+each micro-batch).
 """
 
 import ast
@@ -30,6 +33,7 @@ import numbers
 import os
 import re
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -116,9 +120,9 @@ class Config:
     )
     inner_steps: PositiveInt = flag(1, "optimizer steps on the answers of a step")
     clip_low: Annotated[float, Field(ge=0, le=1)] = flag(
-        0.2, "how far a token's probability counts when it falls, as a ratio to the sampled one's"
+        0.2, "a token's ratio counts down to 1 less this; from the second inner step on"
     )
-    clip_high: NonNegativeFloat = flag(0.28, "how far it counts when it rises")
+    clip_high: NonNegativeFloat = flag(0.28, "and up to 1 plus this")
     reference_weight: NonNegativeFloat = flag(
         0.0,
         "weight in the loss of the divergence from the model of --init_from; above 0 that model is "
@@ -451,10 +455,10 @@ def encode(
 
 
 def chat_rows(row: dict[str, Any], tokenizer: Any, max_length: int) -> Iterator[tuple]:
-    """A prompt and its answer, as a row (tokens, learned, bytes, note).
+    """A prompt, of at most max_length tokens, and its reference, as a row (tokens, learned, ...).
 
-    What is before the last answer of a conversation is the prompt, of at most max_length tokens.
-    The answer is the reference of the reward. A `prompt` without a completion has an empty one.
+    The last answer of a conversation is the reference; what is before it is the prompt, as the
+    template asks for an answer. A `prompt` without a completion has an empty reference.
 
     Raises:
         ValueError: why the conversation is left out.
@@ -463,7 +467,7 @@ def chat_rows(row: dict[str, Any], tokenizer: Any, max_length: int) -> Iterator[
     special = {str(token) for token in added if token.special}
     # Some tokenizers mark turns by added tokens that are not special.
     of_template = {str(token) for token in added if str(token) in tokenizer.chat_template}
-    messages, _ = read_conversation({"completion": ""} | row)
+    messages, _ = read_conversation(row | {"completion": row.get("completion") or ""})
     for message in messages:
         # Whoever spells out such a token could forge a turn.
         forbidden = special | of_template
@@ -472,12 +476,32 @@ def chat_rows(row: dict[str, Any], tokenizer: Any, max_length: int) -> Iterator[
         text = message["role"] + message["content"]
         if any(marker in text for marker in forbidden if marker.strip()):
             raise ValueError("spell out a special token")
-    ids, learned = encode(tokenizer, messages, answers=1)
-    prompt_length = int(learned.argmax())
-    if not 0 < prompt_length <= max_length:
-        raise ValueError(f"have no prompt of at most {max_length:,} tokens")
-    end = np.flatnonzero(learned)[-1] + 1
-    yield ids[:end], learned[:end], 0.0, ""
+    while messages[-1]["role"] != "assistant":
+        messages.pop()
+    reference = messages.pop()["content"]
+    prompt = encode_prompt(tokenizer, messages)
+    if len(prompt) > max_length:
+        raise ValueError(f"have a prompt of more than {max_length:,} tokens")
+    answer = tokenizer.backend_tokenizer.encode(reference, add_special_tokens=False).ids
+    answer = np.array([*answer, tokenizer.eos_token_id], np.uint32)
+    learned = np.arange(len(prompt) + len(answer)) >= len(prompt)
+    yield np.concatenate([prompt, answer]), learned, 0.0, ""
+
+
+def encode_prompt(tokenizer: Any, messages: list[dict[str, str]]) -> np.ndarray:
+    """Ids of a conversation up to where the assistant's answer is to begin, uint32."""
+    render = partial(
+        render_jinja_template,
+        [messages],
+        chat_template=tokenizer.chat_template,
+        **tokenizer.special_tokens_map,
+    )
+    [text], _ = render(add_generation_prompt=True)
+    [unasked], _ = render()
+    if text == unasked:
+        raise ValueError("have a chat template that does not ask for an answer")
+    ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    return np.array(ids, np.uint32)
 
 
 class Answer(NamedTuple):
@@ -509,12 +533,7 @@ class AnswerBatches(common.Batches):
         prompt_lengths = np.array([len(answer.prompt) for answer in answers])
         lengths = prompt_lengths + num_labels - 1
         super().__init__(lengths, num_labels, self.read_answer, **options)
-        # A forward is a collective, so each rank needs equally many micro-batches: those with most
-        # answers are halved.
-        micro_batches = list(self.plan(0))
-        while len(micro_batches) % ranks:
-            micro_batches.sort(key=len)
-            micro_batches += np.array_split(micro_batches.pop(), 2)
+        micro_batches = halve_until_divisible(self.plan(0), ranks)
         self.plan = lambda epoch: micro_batches
         self.num_micro_batches = len(micro_batches)
 
@@ -540,6 +559,19 @@ class AnswerBatches(common.Batches):
             "sampled_log_probs": torch.from_numpy(log_probs),
             "advantages": torch.from_numpy(advantages),
         }
+
+
+def halve_until_divisible(micro_batches: list[np.ndarray], ranks: int) -> list[np.ndarray]:
+    """The same rows in so many micro-batches that each rank has equally many.
+
+    A forward is a collective. This ends, since the number of answers is a multiple of the ranks.
+    """
+    micro_batches = list(micro_batches)
+    while len(micro_batches) % ranks:
+        micro_batches.sort(key=len)
+        largest = micro_batches.pop()
+        micro_batches += np.array_split(largest, 2)
+    return micro_batches
 
 
 def grow_vocabulary(model: Any, known_ids: int, vocabulary_size: int) -> None:
@@ -575,11 +607,13 @@ WORDS = set(re.findall("[a-z]{3,}", " ".join(topics.values()).lower()))
 
 
 def reward(prompt: str, answer: str, reference: str) -> float:
-    """What an answer is worth, any finite number. Write your own.
+    """What an answer is worth, 0 or more. Write your own.
 
-    Here it is from 0 to 1, by rules alone. An answer of the right form gets half of it for naming
-    the arguments of the function, half for a docstring of words that are in Python's manual, five
-    of them or more. An answer without an end is not asked for: it is worth 0.
+    An answer that has not ended is not asked for: it gets 0, so below 0 not to end would pay.
+
+    Here it is from 0 to 1, by rules alone. An answer of the right form gets half a point for naming
+    the arguments of the function, half a point for a docstring of words that are in Python's
+    manual, five of them or more.
 
     Args:
         prompt: the conversation up to the answer, as the template writes it.
@@ -599,13 +633,15 @@ def reward(prompt: str, answer: str, reference: str) -> float:
 
 
 def checked_reward(prompt: str, answer: str, reference: str) -> float:
-    """`reward`, if it is a finite number; else the run ends with a line that says what it is."""
+    """`reward`, if it is what it should be; else the run ends with a line that says what it is."""
     try:
         value = reward(prompt, answer, reference)
     except Exception as error:
-        common.refuse(f"reward() fails: {type(error).__name__}: {error}", code=1)
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        common.refuse(f"reward() has to return a finite number, not {value!r:.80}", code=1)
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{place.name}, line {place.lineno}"
+        common.refuse(f"reward() fails in {where}: {type(error).__name__}: {error}", code=1)
+    if not isinstance(value, numbers.Real) or not 0 <= value < math.inf:
+        common.refuse(f"reward() has to return a number from 0 on, not {value!r:.80}", code=1)
     return float(value)
 
 
@@ -626,7 +662,8 @@ def policy_loss(
     The loss is PPO's (arXiv 1707.06347): a token's ratio, of its probability now to that when it
     was sampled, times the advantage of its answer. Once the ratio has left its bounds in the
     direction of the advantage, there is nothing more to gain. The upper bound may be further away
-    than the lower one, or rare tokens could hardly become likelier (DAPO, arXiv 2503.14476).
+    than the lower one, or rare tokens could hardly become likelier (DAPO, arXiv 2503.14476). In the
+    first inner step all ratios are 1, and the bounds do nothing.
 
     Args:
         log_probs: float32 [tokens], of the sampled tokens, by the model as it is.
@@ -656,10 +693,10 @@ def policy_loss(
 
 
 def divergence(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch.Tensor:
-    """Of tokens sampled from a distribution, what has its KL divergence from another as its mean.
+    """For tokens sampled from a distribution: values whose mean is its KL divergence to another.
 
-    It is never negative, and varies less than the difference of the log-probabilities (Schulman
-    2020, Approximating KL Divergence).
+    They are never negative, and vary less than differences of log-probabilities (Schulman 2020,
+    Approximating KL Divergence).
     """
     log_ratio = other_log_probs - log_probs
     return log_ratio.exp() - 1 - log_ratio
@@ -956,11 +993,11 @@ def find_experts(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def counting_experts(model: nn.Module, labels: torch.Tensor) -> Iterator[None]:
-    """In training, add to `model.expert_counts` what the forward of a micro-batch in here chooses.
+    """With gradients, add to `model.expert_counts` what the forward of a micro-batch chooses.
 
     Tokens that have a label are counted: no padding (and no prompts, when fine-tuning).
     """
-    if model.training and model.moe_layers:
+    if torch.is_grad_enabled() and model.moe_layers:
         if model.expert_counts is None:
             num_experts = model.moe_layers[0].experts.num_experts
             model.expert_counts = torch.zeros(  # [MoE layers, experts]
@@ -1029,7 +1066,7 @@ def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
     checkpoint_activations(transformer_blocks(model), config.activation_checkpointing)
     if config.compile:
         compile_blocks(transformer_blocks(model), config)
-    return model
+    return model.eval()  # without dropout: what is trained is the policy that has sampled
 
 
 def use_float8(model: nn.Module) -> None:
@@ -1236,14 +1273,12 @@ def whole_parameters(model: nn.Module, config: Config) -> Iterator[None]:
         if isinstance(module, FSDPModule):
             module.unshard()  # an all-gather
     model.set_reshard_after_forward(False)  # else the first forward would free the blocks
-    model.eval()
     # Prompts of several lengths are sampled together, which takes an attention that heeds a mask.
     model.set_attn_implementation("sdpa")
     # Each token makes the rows longer, and compiled blocks want few lengths.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         yield
     model.set_attn_implementation("documents")
-    model.train()
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -1264,6 +1299,8 @@ def add_reference(
             inputs.pop(name, None)
         log_probs = reference(**inputs)  # all-gathers
         micro_batch["reference_log_probs"] = log_probs.cpu()
+    # No backward will come, after which FSDP frees what is whole since the last forward.
+    reference.reset_iter_state()
 
 
 def forward_backward(
@@ -1298,8 +1335,7 @@ def forward_backward(
         of_tokens = {name: inputs.pop(name) for name in OF_TOKENS if name in inputs}
         log_probs = model(**inputs)  # all-gathers
         if i == len(old_log_probs):
-            # NOTE: not those of sampling, which computes in another order: in bf16 the ratio would
-            # be one of roundings. So it is exactly 1 in the first inner step.
+            # NOTE: not those of sampling, which rounds otherwise. So the ratio is exactly 1 now.
             old_log_probs.append(log_probs.detach())
         measured = policy_loss(log_probs, old_log_probs[i], **of_tokens, config=config)
         # All-gathers, and reduce-scatters if gradients are to sync.
@@ -1339,7 +1375,7 @@ def sample(
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Answers to prompts, at temperature 1, each up to the token that ends the turn.
 
-    Token t of answer i is where the cumulative distribution reaches draws[i, t]. So what is drawn
+    Token t of answer i is where the cumulative probability exceeds draws[i, t]. So what is drawn
     for an answer does not depend on what is sampled beside it, as it would with one generator for
     all of them.
 
@@ -1370,7 +1406,7 @@ def sample(
     cache.batch_repeat_interleave(group)
     logits = logits.repeat_interleave(group, dim=0)
     mask = mask.repeat_interleave(group, dim=0)
-    positions = positions[:, -1:].repeat_interleave(group, dim=0)
+    positions = positions[:, -1:].repeat_interleave(group, dim=0)  # of the last tokens
 
     draws = torch.from_numpy(draws).to(device)
     tokens = torch.full(draws.shape, -1, device=device)
@@ -1396,8 +1432,8 @@ def sample(
         )
     tokens = tokens.cpu().numpy()
     log_probs = log_probs.cpu().numpy()
-    if not np.isfinite(log_probs).all():  # once for all tokens, since each look waits for the GPU
-        common.refuse("the model has no finite logits any more: lower --learning_rate", code=1)
+    if not np.isfinite(log_probs).all():
+        common.refuse("the logits are no longer finite: lower --learning_rate", code=1)
     lengths = (tokens >= 0).sum(1)
     return [
         (tokens[i, :length].astype(np.uint32), log_probs[i, :length])
@@ -1406,7 +1442,7 @@ def sample(
 
 
 def draw_tokens(logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """The token of each row where the cumulative distribution reaches its draw, int64 [rows, 1]."""
+    """The first token at which the cumulative probability exceeds a draw, int64 [rows, 1]."""
     distribution = logits.double().softmax(-1).cumsum(-1)
     threshold = draws[:, None] * distribution[:, -1:]  # which by rounding is not exactly 1
     ids = torch.searchsorted(distribution, threshold, right=True)
@@ -1438,7 +1474,7 @@ def answer_prompts(
             prompts = []
             references = []
             for row in some:
-                generator = np.random.default_rng([config.seed, step, row])
+                generator = np.random.default_rng([config.seed, step, 1 + row])
                 draws.append(generator.random((num_answers, config.answer_length)))
                 tokens, learned = rows.read(row)
                 begin = int(learned.argmax())  # of the answer
@@ -1449,6 +1485,7 @@ def answer_prompts(
                 of_prompt = sampled[i * num_answers : (i + 1) * num_answers]
                 groups.append([judge(tokenizer, prompt, *each, reference) for each in of_prompt])
     of_ranks = common.gather(groups)  # waits for the rank with the longest answers
+    # Rank r had the prompts r, r + size, ...
     return [of_ranks[i % size][i // size] for i in range(len(chosen))]
 
 
@@ -1460,15 +1497,11 @@ def judge(
     reference: np.ndarray,
 ) -> Answer:
     """A sampled answer with its reward, 0 if it has not ended."""
-    end = tokenizer.eos_token_id
-    if tokens[-1] != end:
+    if tokens[-1] != tokenizer.eos_token_id:
         return Answer(prompt, tokens, log_probs, 0.0)
-    value = checked_reward(
-        tokenizer.decode(prompt),
-        tokenizer.decode(tokens[:-1]),
-        tokenizer.decode(reference[reference != end]),
-    )
-    return Answer(prompt, tokens, log_probs, value)
+    # The last token of answer and reference ends the turn.
+    texts = map(tokenizer.decode, (prompt, tokens[:-1], reference[:-1]))
+    return Answer(prompt, tokens, log_probs, checked_reward(*texts))
 
 
 def roll_out(
@@ -1480,7 +1513,7 @@ def roll_out(
     device: torch.device,
 ) -> tuple[common.GlobalBatch, dict[str, float]]:
     """What a step trains on, answers to prompts that it draws; and what is measured of them."""
-    generator = np.random.default_rng([config.seed, step])
+    generator = np.random.default_rng([config.seed, step, 0])
     chosen = generator.choice(len(rows.lengths), config.prompts, replace=False).tolist()
     groups = answer_prompts(model, rows, chosen, config.answers, step, tokenizer, config, device)
     rewards = np.array([[answer.reward for answer in group] for group in groups])
@@ -1504,7 +1537,7 @@ def roll_out(
     measured = {
         "reward": rewards.mean(),
         # The part of the prompts whose answers differ in reward. The others teach nothing.
-        "mixed": (rewards.std(1) > 0).mean(),
+        "mixed": (rewards.max(1) > rewards.min(1)).mean(),
         "answer_length": batch.num_labels / len(answers),
         "truncated": np.mean(unended),
     }
@@ -1670,7 +1703,8 @@ def evaluate(
     model: nn.Module, rows: common.Rows, tokenizer: Any, config: Config, device: torch.device
 ) -> float:
     """Mean reward of answers to held-out prompts, drawn by the same random numbers each time."""
-    chosen = list(range(min(config.eval_prompts, len(rows.lengths))))
+    # The file may be sorted by difficulty.
+    chosen = np.random.default_rng(0).permutation(len(rows.lengths))[: config.eval_prompts].tolist()
     groups = answer_prompts(model, rows, chosen, config.eval_answers, 0, tokenizer, config, device)
     return float(np.mean([answer.reward for group in groups for answer in group]))
 
@@ -1706,7 +1740,8 @@ def main() -> None:
     )
     training_rows, validation_rows = rows.split()
     if config.prompts > len(training_rows.lengths):
-        common.refuse(f"--prompts {config.prompts}: there are {len(training_rows.lengths)}")
+        left = len(training_rows.lengths)
+        common.refuse(f"--prompts {config.prompts}, but only {left} are there to train on")
     model_config = build_model_config(config, len(tokenizer), tokenizer.eos_token_id)
     if config.steps == 0:
         print("the data is prepared")
@@ -1716,6 +1751,10 @@ def main() -> None:
     rank = dist.get_rank()
     world_size = dist.get_world_size()
     contents = common.describe_contents(model_config, tokenizer, rows)
+    if config.reference_weight:
+        # A resumed run has to have the same reference.
+        files = sorted(Path(config.init_from).glob("*.safetensors"))
+        contents = common.fingerprint(contents, [common.sum_of(file) for file in files])
     model = build_model(config, model_config)
     size = ModelSize(model)
     run = common.Run(vars(config), size.num_parameters, contents, device, rank, world_size)
@@ -1745,7 +1784,6 @@ def main() -> None:
     if config.reference_weight:
         reference = parallelize(build_model(config, model_config), config, device)
         common.load_weights(reference, config.init_from)
-        reference.eval()
     save = partial(save_checkpoint, state, model_config, tokenizer, config, checkpoints.group)
 
     run.begin(resumed, progress["step"])
@@ -1757,8 +1795,7 @@ def main() -> None:
         batch, of_answers = roll_out(model, training_rows, step, tokenizer, config, device)
         sample_seconds = time.perf_counter() - started
         if of_answers["mixed"] == 0:
-            run.say(f"step {step}: to no prompt do rewards of answers differ: nothing is learned")
-        torch.manual_seed(config.seed + step * world_size + rank)  # of dropout
+            run.say(f"step {step}: answers to the same prompt all got the same: no gradient")
         learning_rate = learning_rate_at(step, config)
         measured = train_step(model, reference, optimizer, batch, learning_rate, config, device)
         progress = {"step": step, "tokens": progress["tokens"] + batch.num_labels}

@@ -272,24 +272,25 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
     ("fsdp2_sft", "fsdp2_grpo"): [
         (
             "A step is no longer so many tokens but so many prompts, each with a group of answers. "
-            "How far a step may go is bounded by a ratio of probabilities, and rewards are what is "
-            "validated.",
+            "With several inner steps the ratio of a token's probabilities bounds how far they "
+            "go. Rewards are what is validated.",
             ["max_length: PositiveInt", "# sampling and reward", "steps of the whole",
              "learning_rate: PositiveFloat", "eval_every: PositiveInt", "validation reward stays",
              "self.prompts % world_size", "is no multiple of", "self.reference_weight and"],
         ),
         (
             "The conversations are the same, but what is before the last answer is a prompt now, "
-            "and the answer is a reference for the judge. Nothing is cut: a prompt without its end "
-            "would ask something else.",
-            ["common.PLAN +=", "A prompt and its answer", "messages, _ =", "prompt_length =",
+            "written as the template asks for an answer, and the answer is a reference for the "
+            "judge. Nothing is cut: a prompt without its end would ask something else.",
+            ["common.PLAN +=", "A prompt, of at most", "messages, _ =", "encode_prompt(",
              "max_length - config.answer_length", "prompts are {note}"],
         ),
         (
             "What is learned comes from memory, not from disk, with two numbers more for each "
             "token. Answers differ in length from step to step, so micro-batches are planned anew "
             "for each step, as many for each rank.",
-            ["class AnswerBatches", "sampled_log_probs: float32", "self.answers[row].log_probs"],
+            ["class AnswerBatches", "sampled_log_probs: float32", "self.answers[row].log_probs",
+             "def halve_until_divisible"],
         ),
         (
             "The reward, which is the task; and the loss, which is the same whatever the task. "
@@ -305,6 +306,11 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
              "labels: torch.Tensor | None", "in logits in fp32", "log-probabilities of a micro",
              "Log-probabilities of the labels", "def forward_with_log_probs", "In bf16 the chunks",
              "returns log-probabilities", 'reduction="none"'],
+        ),
+        (
+            "There is no dropout: what is trained is to be the policy that has sampled. So it is "
+            "gradients, not training mode, by which forward knows that experts are to be counted.",
+            ["return model.eval()", "torch.is_grad_enabled()", "With gradients, add"],
         ),
         (
             "How a model in shards samples: whole. Every rank gathers all parameters once, and its "

@@ -378,7 +378,7 @@ def sampling_table(ranks: int = 8, card: int = 80) -> str:
         of_token = bytes_of_cached_token(shape)
         shards, whole = 16 * parameters / ranks, 2 * parameters
         tokens = (0.9 * card * 1e9 - shards - whole) / of_token
-        room = f"{tokens:,.0f}" if tokens > 0 else "none"
+        room = f"{tokens / 1e6:.1f} million" if tokens > 0 else "none"
         lines.append(
             f"| {name} | {shards / 1e9:.1f} GB | {whole / 1e9:.1f} GB | {of_token / 1e3:.0f} MB | "
             f"{room} |"

@@ -153,14 +153,13 @@ def run(flags: dict[str, Any], device: torch.device) -> dict[str, Any]:
     if config.reference_weight:
         reference = script.parallelize(script.build_model(config, model_config), config, device)
         common.load_weights(reference, config.init_from)
-        reference.eval()
     measured = []
     names = [name for name in REAL if name != "clip_gradients"]
     with mock.patch.multiple(script, **{name: getattr(watched, name) for name in names}):
         reward = script.evaluate(model, validation, tokenizer, config, device)
         for step in range(1, STEPS + 1):
             batch, of_answers = script.roll_out(model, training, step, tokenizer, config, device)
-            trained = script.train_step(model, reference, optimizer, batch, 3e-2, config, device)
+            trained = script.train_step(model, reference, optimizer, batch, 1e-2, config, device)
             measured.append(of_answers | trained)
     draws = {}
     for part in common.gather(watched.draws):

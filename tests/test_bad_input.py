@@ -146,7 +146,7 @@ CASES = {
     ),
     "prompts without room": (
         GRPO | {"dataset": "FOLDER/prompts.jsonl", "answer_length": 490},
-        "fewer than two documents .* have no prompt of at most 22 tokens",
+        "fewer than two documents .* have a prompt of more than 22 tokens",
     ),
     "a reference of nothing": (
         GRPO | {"reference_weight": 0.1},

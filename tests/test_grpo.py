@@ -1,7 +1,6 @@
 """Reinforcement: the loss against the papers, sampling against the model, and the whole script."""
 
 import collections
-import contextlib
 import copy
 import json
 import math
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, arguments, launch, small_mixture, small_shape, torchrun, tree
-from test_sft import TEMPLATES, save_base
+from test_sft import save_base
 from test_types import plain_model
 from transformers import (
     AutoModelForCausalLM,
@@ -354,7 +353,7 @@ def test_nothing_is_sent_while_ranks_sample(seen, mode):
         assert sampled["after"]["whole"] == 0
         root, *blocks = sampled["after"]["reshard"]
         assert root is False and blocks == [mode != "kept"] * 2
-        assert sampled["training"] is True and sampled["attention"] == "documents"
+        assert sampled["training"] is False and sampled["attention"] == "documents"
 
 
 def test_a_rank_with_long_answers_does_not_hang_the_other(seen):
@@ -687,11 +686,17 @@ ON_RANK_1 = (
     "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('on purpose')\nreturn 0.5"
 )
 BAD_REWARDS = {
-    "raises on one rank": (ON_RANK_1, r"reward\(\) fails: (ValueError: )?on purpose"),
-    "is no number": ("return float('nan')", r"reward\(\) has to return a finite number, not nan"),
+    "raises on one rank": (
+        ON_RANK_1,
+        r"reward\(\) fails in reward, line \d+: ValueError: on purpose",
+    ),
+    "is no number": (
+        "return float('nan')",
+        r"reward\(\) has to return a number from 0 on, not nan",
+    ),
     "has words of torch": (
         "raise ConnectionError('Connection refused')",
-        r"reward\(\) fails: (ConnectionError: )?Connection refused",
+        r"reward\(\) fails in reward, line \d+: ConnectionError: Connection refused",
     ),
 }
 
@@ -710,20 +715,20 @@ def test_a_bad_reward_ends_the_run_in_one_line(reinforce, name):
 @pytest.mark.parametrize(
     "value, shown",
     [
-        (math.nan, "nan"), (-math.inf, "-inf"), ("0.5", "'0.5'"), (None, "None"), ([1.0], "[1.0]"),
-        (np.float32("nan"), "np.float32(nan)"), (1j, "1j"), ("x" * 10_000, "'" + "x" * 79),
-        (torch.tensor(1.0), "tensor(1.)"),
+        (math.nan, "nan"), (math.inf, "inf"), (-0.5, "-0.5"), ("0.5", "'0.5'"), (None, "None"),
+        ([1.0], "[1.0]"), (np.float32("nan"), "np.float32(nan)"), (1j, "1j"),
+        ("x" * 10_000, "'" + "x" * 79), (torch.tensor(1.0), "tensor(1.)"),
     ],
 )  # fmt: skip
 def test_a_reward_is_a_finite_number(monkeypatch, value, shown):
     monkeypatch.setattr(script, "reward", lambda *_: value)
     with pytest.raises(common.Refusal) as refused:
         script.checked_reward("", "", "")
-    assert str(refused.value) == f"reward() has to return a finite number, not {shown}"
+    assert str(refused.value) == f"reward() has to return a number from 0 on, not {shown}"
     assert refused.value.code == 1
 
 
-@pytest.mark.parametrize("value", [True, 2, -3.5, np.float32(0.5), np.int64(4)])
+@pytest.mark.parametrize("value", [True, 0, 2, 3.5, np.float32(0.5), np.int64(4)])
 def test_any_kind_of_number_is_a_reward(monkeypatch, value):
     monkeypatch.setattr(script, "reward", lambda *_: value)
     checked = script.checked_reward("", "", "")
@@ -744,7 +749,7 @@ def test_a_bad_reward_of_one_rank_under_torchrun(flags, tmp_path):
 def test_equal_rewards_are_said_and_trained_on(reinforce, tmp_path):
     done = reinforce("return 0", steps=2, grad_clip=1.0, reference_weight=0.0)
     assert (done.returncode, done.stderr) == (0, "")
-    said = [line for line in done.stdout.splitlines() if "nothing is learned" in line]
+    said = [line for line in done.stdout.splitlines() if "no gradient" in line]
     assert [line.split(":")[0] for line in said] == ["step 1", "step 2"]
     training = [line for line in lines(tmp_path / "run") if "loss" in line]
     assert [(x["loss"], x["grad_norm"], x["mixed"]) for x in training] == [(0, 0, 0)] * 2
@@ -758,7 +763,7 @@ def test_prompts_alone_and_prompts_without_room(reinforce, tmp_path):
     dataset = write(tmp_path / "prompts.jsonl", rows)
     done = reinforce(body, dataset=dataset, steps=2)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "4 prompts are left out, as they have no prompt of at most 112 tokens" in done.stdout
+    assert "4 prompts are left out, as they have a prompt of more than 112 tokens" in done.stdout
 
 
 def test_the_longest_prompt_has_room(tokenizer):
@@ -769,7 +774,7 @@ def test_the_longest_prompt_has_room(tokenizer):
     assert 50 < length < 99
     [(again, *_)] = script.chat_rows(row, tokenizer, length)
     assert again.tolist() == tokens.tolist() and tokens[-1] == tokenizer.eos_token_id
-    with pytest.raises(ValueError, match=f"have no prompt of at most {length - 1} tokens"):
+    with pytest.raises(ValueError, match=f"have a prompt of more than {length - 1} tokens"):
         [*script.chat_rows(row, tokenizer, length - 1)]
 
 
@@ -786,28 +791,71 @@ def test_of_a_conversation_the_last_answer_is_asked_for(tokenizer):
     assert tokenizer.decode(tokens[learned]) == "<|im_end|>"
 
 
-def test_a_template_that_learns_an_answer_in_two_stretches(tmp_path):
-    """What stands between them is no part of the prompt."""
-    base = save_base(tmp_path, None, TEMPLATES["two stretches"], ("<|header|>", "<|eot|>"))
+ASKS = "{%- if add_generation_prompt -%}{{- '<|header|>assistant ' -}}{%- endif -%}"
+ANSWERS = {  # how templates write what they say is an answer
+    "with its header": """{%- generation -%}
+{{- '<|header|>assistant ' + m.content + '<|eot|>' -}}{%- endgeneration -%}""",
+    "with what follows": """{{- '<|header|>assistant ' -}}
+{%- generation -%}{{- m.content + '<|eot|>' + '\n' -}}{%- endgeneration -%}""",
+    "its text alone": """{{- '<|header|>assistant ' -}}
+{%- generation -%}{{- m.content -}}{%- endgeneration -%}{{- '<|eot|>' -}}""",
+}  # fmt: skip
+
+
+def asking(answer: str, asks: str = ASKS) -> str:
+    return (
+        "{%- for m in messages -%}{%- if m.role == 'assistant' -%}" + answer + "{%- else -%}"
+        "{{- '<|header|>' + m.role + ' ' + m.content + '<|eot|>' -}}"
+        "{%- endif -%}{%- endfor -%}" + asks
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_prompt_is_what_the_template_asks_for_an_answer_with(tmp_path, name):
+    """Whatever part of an answer it marks; and the reference is the answer's text."""
+    base = save_base(tmp_path, None, asking(ANSWERS[name]), ("<|header|>", "<|eot|>"))
     made, _ = script.chat_tokenizer(base)
-    [(tokens, learned, *_)] = script.chat_rows({"prompt": "p", "completion": "c"}, made, 99)
-    answer_begins = int(learned.argmax())
-    assert made.decode(tokens[:answer_begins]) == "<|header|>p\n"
-    seen = []
-    rows = SimpleNamespace(read=lambda row: (tokens, learned))
-    config = script.Config(answer_length=4)
+    for completion in ("c", ""):
+        [(tokens, learned, *_)] = script.chat_rows(
+            {"prompt": "p", "completion": completion}, made, 99
+        )
+        expected = made.apply_chat_template(
+            [{"role": "user", "content": "p"}], add_generation_prompt=True, return_dict=True
+        )["input_ids"]
+        assert tokens[~learned].tolist() == expected
+        assert made.decode(tokens[learned][:-1]) == completion
+        assert tokens[-1] == made.eos_token_id
+    [(tokens, learned, *_)] = script.chat_rows({"prompt": "p", "completion": None}, made, 99)
+    assert tokens[~learned].tolist() == expected and learned.sum() == 1
 
-    def sampled(model, prompts, draws, *_):
-        seen.extend(made.decode(prompt) for prompt in prompts)
-        return [(np.array([1], np.uint32), np.zeros(1, np.float32))] * len(draws)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(script, "sample", sampled)
-        patch.setattr(script, "whole_parameters", lambda *_: contextlib.nullcontext())
-        patch.setattr(script, "data_parallel_rank_and_size", lambda _: (0, 1))
-        patch.setattr(common, "gather", lambda value: [value])
-        script.answer_prompts(None, rows, [0], 2, 1, made, config, CPU)
-    assert seen == ["<|header|>p\n"]
+def test_a_template_that_cannot_ask_is_refused(tmp_path):
+    """The model would have to write the header of an answer, which it has never learned."""
+    made, _ = script.chat_tokenizer(
+        save_base(tmp_path, None, asking(ANSWERS["with its header"], ""), ("<|header|>", "<|eot|>"))
+    )
+    with pytest.raises(ValueError, match="have a chat template that does not ask for an answer"):
+        [*script.chat_rows({"prompt": "p", "completion": "c"}, made, 99)]
+
+
+def test_nothing_is_dropped_at_random(start):
+    """In training either: else it would be of another policy than the one that has sampled."""
+    config = script.Config(model=start, tokenizer=start)
+    shape = small_shape(attention_dropout=0.5)
+    model = script.build_model(config, shape)
+    assert shape.attention_dropout == 0.5 and not any(m.training for m in model.modules())
+
+
+def test_equal_rewards_of_any_size_are_equal(monkeypatch, tokenizer):
+    """The deviation of three times 0.1 is not 0 in floating point."""
+    one = np.array([tokenizer.eos_token_id], np.uint32)
+    group = [script.Answer(one, one, np.zeros(1, np.float32), 0.1)] * 3
+    monkeypatch.setattr(script, "answer_prompts", lambda *_: [group, group])
+    monkeypatch.setattr(script, "data_parallel_rank_and_size", lambda _: (0, 1))
+    config = script.Config(prompts=2, answers=3)
+    rows = SimpleNamespace(lengths=np.ones(5, int))
+    _, measured = script.roll_out(None, rows, 1, tokenizer, config, CPU)
+    assert measured["mixed"] == 0
 
 
 def test_resume_with_other_prompts_is_refused(reinforce, finished, tmp_path):
@@ -854,7 +902,7 @@ def test_a_model_of_nan_ends_in_one_line(reinforce, start, tmp_path):
     done = reinforce(init_from=tmp_path / "nan", steps=1)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert len(errors) == 1 and "no finite logits" in errors[0]
+    assert len(errors) == 1 and "no longer finite" in errors[0]
 
 
 # --- Drills ---------------------------------------------------------------------------------------
