@@ -328,7 +328,7 @@ def test_exported_model_has_the_validation_loss_in_plain_transformers(
 
 
 @pytest.mark.usefixtures("gpt2_vocabulary")
-@pytest.mark.parametrize("name", ["bytes", "gpt2"])
+@pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=pytest.mark.drill)])
 def test_the_tokenizer_of_a_runs_hf_gives_the_ids_that_the_model_learned(run, corpus, name):
     """Beside a config.json of qwen2, for which AutoTokenizer would take its own class."""
     hf = run(SCRIPTS[0], 1, model="tiny", tokenizer=name, steps=1) / "hf"

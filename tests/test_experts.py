@@ -188,7 +188,7 @@ WITH_EXPERTS = [*SCRIPTS, "fsdp2_cp_pretrain.py", "fsdp2_pp_pretrain.py"]
     "script, ranks",
     [
         (EXPERTS, 2),
-        ("fsdp2_pretrain.py", 1),
+        pytest.param("fsdp2_pretrain.py", 1, marks=pytest.mark.drill),
         *(pytest.param(script, 2, marks=pytest.mark.drill) for script in WITH_EXPERTS),
         pytest.param(EXPERTS, 4, marks=pytest.mark.drill),
     ],

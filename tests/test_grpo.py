@@ -653,6 +653,7 @@ def test_a_signal_while_ranks_sample_loses_nothing(
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
+@pytest.mark.drill
 def test_rewards_rise_where_they_can(reinforce, tmp_path):
     """Short answers are worth more; after some steps the model gives them."""
     own = {"steps": 10, "eval_every": 10, "checkpoint_every": 10, "answers": 8}

@@ -99,7 +99,7 @@ def test_compiled_modes_of_every_script(run_worker):
     slow = run_worker("drill")
     for case in slow:
         check_agreement(slow, case)
-    check_graphs(slow, 25)
+    check_graphs(slow, 26)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -196,7 +196,7 @@ def check_graphs(seen: dict, number: int) -> None:
 
 
 def test_nothing_is_compiled_twice(seen):
-    check_graphs(seen, 3)
+    check_graphs(seen, 2)
 
 
 @pytest.mark.parametrize("name", [name for name in OWN_MODES if name != "pp"])

@@ -494,6 +494,7 @@ def test_data_without_conversations_is_refused(tmp_path):
     assert "hold no messages" in refused(nothing.split)
 
 
+@pytest.mark.drill
 def test_stdlib_docstrings_have_a_wide_spread_of_lengths():
     rows = common.open_dataset("stdlib-docstrings", None, "train").to_list()
     lengths = [len(row["prompt"]) + len(row["completion"]) for row in rows]
