@@ -167,7 +167,7 @@ def run(flags: dict[str, Any], device: torch.device) -> dict[str, Any]:
     return {
         "validation_reward": reward, "measured": measured, "answers": watched.answers,
         "draws": draws, "chosen": watched.chosen, "sampling": common.gather(watched.sampling),
-        "steps": watched.steps,
+        "steps": watched.steps, "reference": reference and states(reference),
     }  # fmt: skip
 
 

@@ -241,6 +241,7 @@ def test_loss_and_gradients_are_those_of_the_papers(request, start, ranks, mode)
 def test_the_reference_model(seen, start, flags, tmp_path):
     """Its divergence is 0 at first; loss and gradients with it; it is the same after a resume."""
     got, own = seen["reference"], {"reference_weight": 0.5}
+    assert got["reference"]["in shards"] == [True] * 3 and got["reference"]["whole"] == 0
     assert got["steps"][0]["measured"]["reference_kl"] == 0
     for number, first, step in ((0, 0, 1), (1, 0, 1), (2, 2, 2), (3, 2, 2)):
         expected = check_step(start, got, number, first, step, own)
@@ -869,6 +870,23 @@ def test_resume_with_other_prompts_is_refused(reinforce, finished, tmp_path):
     )
     assert changed in done.stderr
     assert tree(finished) == before
+
+
+@pytest.mark.drill
+def test_resume_with_another_reference_is_refused(reinforce, start, tmp_path):
+    """The same path, trained anew in between; without a reference it is not looked at."""
+    weights = Path(shutil.copytree(start, tmp_path / "weights"))
+    reinforce(init_from=weights, steps=2)
+    model = AutoModelForCausalLM.from_pretrained(weights)
+    model.model.norm.weight.data += 0.01
+    model.save_pretrained(weights, save_original_format=False)
+    done = reinforce(init_from=weights, steps=4)
+    assert done.returncode != 0 and "another content of the same paths" in done.stderr
+    own = {"init_from": weights, "run_dir": tmp_path / "other", "reference_weight": 0.0}
+    reinforce(**own, steps=2)
+    model.save_pretrained(weights, save_original_format=False)
+    done = reinforce(**own, steps=4)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_the_exported_model_talks_in_plain_transformers(finished):
