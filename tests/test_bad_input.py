@@ -142,7 +142,7 @@ CASES = {
     ),
     "more than all prompts": (
         GRPO | {"dataset": "FOLDER/prompts.jsonl", "prompts": 9},
-        "--prompts 9: there are 8",
+        "--prompts 9, but only 8 are there to train on",
     ),
     "prompts without room": (
         GRPO | {"dataset": "FOLDER/prompts.jsonl", "answer_length": 490},
