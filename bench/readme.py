@@ -340,7 +340,7 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
         ),
         (
             "Validation samples too, with the same random numbers each time, and before the first "
-            "step as well: a reward is worth what it has risen by.",
+            "step as well: what counts in a reward is how much it has risen.",
             ["rows: common.Rows, tokenizer", "Mean reward of answers", "def log_validation",
              "validation_reward ="],
         ),
