@@ -744,7 +744,7 @@ def test_a_bad_reward_of_one_rank_under_torchrun(flags, tmp_path):
     (path.parent / "common.py").write_text((ROOT / "common.py").read_text())
     done = torchrun(2, str(path), *arguments(flags | RUN | {"run_dir": tmp_path / "run"}))
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and re.fullmatch(r"error: reward\(\) fails: .*on purpose", errors[0])
+    assert len(errors) == 1 and re.fullmatch(r"error: reward\(\) fails in .*on purpose", errors[0])
     assert done.returncode == 1 and f"{path.parent}/common.py" not in done.stderr
 
 
