@@ -20,8 +20,8 @@ own answers the keys and values, 2 x layers x key-value heads x head size a toke
 
 What moves in a step, with P the bytes of the model: one all-gather of all parameters, P(N-1)/N;
 then nothing while a rank samples, however long its answers are; the tokens of the answers, to all
-ranks; and for training what fsdp2_sft.py moves (with --reference_weight one all-gather more for
-each micro-batch).
+ranks; and for training what fsdp2_sft.py moves (with --reference_weight also an all-gather of the
+second model for each micro-batch).
 """
 
 import ast
@@ -609,7 +609,8 @@ WORDS = set(re.findall("[a-z]{3,}", " ".join(topics.values()).lower()))
 def reward(prompt: str, answer: str, reference: str) -> float:
     """What an answer is worth, 0 or more. Write your own.
 
-    An answer that has not ended is not asked for: it gets 0, so below 0 not to end would pay.
+    It is not called for an answer that has not ended, which gets 0. So rewards below 0 are refused:
+    with them it would pay not to end.
 
     Here it is from 0 to 1, by rules alone. An answer of the right form gets half a point for naming
     the arguments of the function, half a point for a docstring of words that are in Python's
@@ -633,7 +634,7 @@ def reward(prompt: str, answer: str, reference: str) -> float:
 
 
 def checked_reward(prompt: str, answer: str, reference: str) -> float:
-    """`reward`, if it is what it should be; else the run ends with a line that says what it is."""
+    """What `reward` returns, if that is a number from 0 on; else the run ends with a line on it."""
     try:
         value = reward(prompt, answer, reference)
     except Exception as error:

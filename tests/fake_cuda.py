@@ -330,6 +330,12 @@ def by_document(query: Any, key: Any, value: Any, boundaries: Any, scale: Any) -
     return attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2)
 
 
+def plan(config: Any) -> dict[str, Any]:
+    """How batches are filled."""
+    names = ("batching", "max_length", "micro_batch_tokens", "pad_to_multiple_of", "seed")
+    return {name: getattr(config, name) for name in names} | {"padding_id": 256}
+
+
 def texts(script: Any, config: Any, vocabulary: int) -> Any:
     """The batches of a script that trains on documents or conversations."""
     lengths, read = rows(config.max_length, vocabulary, 0.5 if "sft" in script.__name__ else 1.0)
@@ -337,12 +343,7 @@ def texts(script: Any, config: Any, vocabulary: int) -> Any:
         lengths,
         lengths,
         read,
-        batching=config.batching,
-        max_length=config.max_length,
-        micro_batch_tokens=config.micro_batch_tokens,
-        pad_to_multiple_of=config.pad_to_multiple_of,
-        padding_id=256,
-        seed=config.seed,
+        **plan(config),
     )
 
 
@@ -358,12 +359,7 @@ def answers(script: Any, config: Any, vocabulary: int) -> Any:
         made,
         np.zeros(len(made), np.float32),
         ranks=RANKS,
-        batching=config.batching,
-        max_length=config.max_length,
-        micro_batch_tokens=config.micro_batch_tokens,
-        pad_to_multiple_of=config.pad_to_multiple_of,
-        padding_id=256,
-        seed=config.seed,
+        **plan(config),
     )
 
 

@@ -176,6 +176,14 @@ def test_first_run(tmp_path):
     assert float(measured) == pytest.approx(bigram, abs=0.005)
 
 
+def test_rewards_of_the_readme_are_those_of_the_picture():
+    seeds = [list(seen.values()) for seen in json.loads((ROOT / "docs/reward.json").read_text())]
+    claimed = re.search(r"rises from ([\d.]+) to ([\d.]+) in 80 steps", README)
+    for number, place in ((1, 0), (2, -1)):
+        mean = sum(rewards[place] for rewards in seeds) / len(seeds)
+        assert float(claimed[number]) == pytest.approx(mean, abs=0.005)
+
+
 def test_the_other_reward_is_one():
     """The README's example of an own reward works in the place of the script's."""
     code = re.search(r"<!-- own reward -->\n```python\n(.*?)```", README, re.DOTALL)[1]
