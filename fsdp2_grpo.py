@@ -1399,9 +1399,10 @@ def sample(
     mask = mask.to(device)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache = DynamicCache()
-    logits = model(
-        input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache
-    )
+    logits = model(input_ids=ids, position_ids=positions, attention_mask=mask, cache=cache)
+    # NOTE: before transformers 5.24 the argument had another name, and `cache` meant nothing.
+    if cache.get_seq_length() != longest:
+        common.refuse("sampling needs transformers 5.24 or newer: pip install -r requirements.txt")
     # A prompt is read once for all answers to it.
     group = len(draws) // len(prompts)
     cache.batch_repeat_interleave(group)
@@ -1428,9 +1429,7 @@ def sample(
             cache.batch_select_indices(go_on)
         mask = nn.functional.pad(mask, (0, 1), value=True)
         positions = positions + 1
-        logits = model(
-            input_ids=ids, position_ids=positions, attention_mask=mask, past_key_values=cache
-        )
+        logits = model(input_ids=ids, position_ids=positions, attention_mask=mask, cache=cache)
     tokens = tokens.cpu().numpy()
     log_probs = log_probs.cpu().numpy()
     if not np.isfinite(log_probs).all():

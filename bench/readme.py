@@ -289,8 +289,8 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             "What is learned comes from memory, not from disk, with two numbers more for each "
             "token. Answers differ in length from step to step, so micro-batches are planned anew "
             "for each step, as many for each rank.",
-            ["class AnswerBatches", "sampled_log_probs: float32", "self.answers[row].log_probs",
-             "def halve_until_divisible"],
+            ["OF_TOKENS = ", "class AnswerBatches", "sampled_log_probs: float32",
+             "self.answers[row].log_probs", "def halve_until_divisible"],
         ),
         (
             "The reward, which is the task; and the loss, which is the same whatever the task. "

@@ -533,6 +533,15 @@ def test_the_distribution_of_samples_is_the_models():
         assert off < 0.02
 
 
+def test_a_model_that_keeps_nothing_is_refused():
+    """As with transformers before 5.24, which take no `cache`: answers would be wrong."""
+    model = sampler(Qwen2ForCausalLM(small_shape()))
+    forward = model.forward
+    model.forward = lambda cache, **inputs: forward(**inputs)
+    with pytest.raises(common.Refusal, match="needs transformers 5.24 or newer"):
+        script.sample(model, [np.ones(3, np.uint32)], np.zeros((2, 4)), 7, CPU)
+
+
 def test_what_is_kept_of_a_token_is_what_the_page_says(monkeypatch):
     """Keys and values as `sample` keeps them, in bf16, against the formula of the table."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import pytest
+import transformers
 from conftest import EXPERTS, INSIDE, ROOT, SCRIPTS, metrics, read_lines
 
 import common
@@ -182,6 +183,13 @@ def test_rewards_of_the_readme_are_those_of_the_picture():
     for number, place in ((1, 0), (2, -1)):
         mean = sum(rewards[place] for rewards in seeds) / len(seeds)
         assert float(claimed[number]) == pytest.approx(mean, abs=0.005)
+
+
+def test_the_types_that_train_are_counted():
+    counted = re.search(r"(\d+) types of .* in transformers (\S+), (\d+) train", README)
+    there = len(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    version = transformers.__version__.rpartition(".")[0]
+    assert counted.groups() == (str(there), version, str(len(common.MODEL_TYPES)))
 
 
 def test_the_other_reward_is_one():
