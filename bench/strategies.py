@@ -140,6 +140,12 @@ def traffic_table(ranks: int = 8) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     lines += [f"| {a} | {b} | {c:.2f} GB | {d} | {e:.2f} GB |" for a, b, c, d, e in rows]
+    elsewhere = "[of mixtures](docs/scale.md#mixtures-of-experts)"
+    lines.append(
+        "| `fsdp2_ep_pretrain.py`, E = 2, t experts a token | 1/N of everything; within a block "
+        f"an E-th of its experts | {elsewhere} | as FSDP2, of experts an E-th on N/E ranks; in "
+        f"each block 4tA(E-1)/E, or 6tA(E-1)/E if it is computed again | {elsewhere} |"
+    )
     return "\n".join(lines)
 
 
