@@ -862,17 +862,17 @@ def read_model_config(
             if re.search("att.*drop", setting) and value:
                 refuse(f"--batching packed knows no {setting}, {value} in --model {name}")
     if vocabulary_size > model_config.vocab_size:
-        known = model_config.vocab_size
-        refuse(f"--tokenizer has {vocabulary_size} ids, --model {name} only {known}")
+        ids = f"--tokenizer has {vocabulary_size} ids"
+        refuse(f"{ids}, --model {name} only {model_config.vocab_size}")
     limits = {limit: getattr(model_config, limit, None) for limit in LENGTH_LIMITS}
     rotation = getattr(model_config, "rope_parameters", None) or {}
     if rotation.get("rope_type") == "longrope":
         # Past it, a token's rotation depends on how long its row is.
-        limit = "original_max_position_embeddings"
-        limits[limit] = rotation[limit]
+        limits["original_max_position_embeddings"] = rotation["original_max_position_embeddings"]
     for limit, length in limits.items():
         if max_length > (length or math.inf):
             refuse(f"--max_length {max_length} exceeds {limit} of --model {name}")
+    vars(model_config).pop("quantization_config", None)  # it is that of files on the hub
     return model_config
 
 
@@ -881,9 +881,12 @@ def fetch_weights(name: str) -> str:
     with refusing(f"--init_from {name[:200]} is no path"):
         directory = Path(name, "hf") if Path(name, "hf").is_dir() else Path(name)
     if not directory.is_dir():
-        files = ["*.json", "*.jinja", "*.safetensors"]
         with prepare_in_turn(), refusing(f"--init_from {name} is neither here nor on the hub"):
-            directory = Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
+            directory = Path(
+                huggingface_hub.snapshot_download(
+                    name, allow_patterns=["*.json", "*.jinja", "*.safetensors"]
+                )
+            )
     if not (directory / "config.json").exists() or not list(directory.glob("*.safetensors")):
         refuse(f"--init_from {name}: no config.json and *.safetensors in it, nor in its hf/")
     return str(directory)

@@ -101,8 +101,8 @@ class Config:
     grad_clip: NonNegativeFloat = flag(1.0, "clip gradients to this norm; 0 does not clip")
     balance_rate: NonNegativeFloat = flag(
         1e-2,
-        "what the bias of a router changes by in a step, so that all experts get as many tokens; "
-        "for mixtures of experts that have one (DeepSeek-V3: 0.001, in many more steps)",
+        "how much a step moves the bias of a router, so that experts get equally many tokens; for "
+        "mixtures of experts that have one (DeepSeek-V3: 0.001, in many more steps)",
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = flag(0, "seed of initial weights and data order")
 
@@ -500,6 +500,10 @@ def find_experts(model: nn.Module) -> None:
     model.tokens_to_count = None
     for layer in model.moe_layers:
         layer.experts.register_forward_pre_hook(partial(count_chosen_experts, model))
+        for parameter in layer.experts.parameters():
+            if any(width % 8 for width in parameter.shape[1:]):
+                shape = list(parameter.shape)
+                common.refuse(f"sizes of experts have to be multiples of 8, not {shape}")
 
 
 @contextlib.contextmanager
@@ -541,7 +545,7 @@ def adjust_router_biases(model: nn.Module, rate: float) -> torch.Tensor:
     2408.15664). Routers without such a bias are left to themselves.
 
     Returns:
-        Tokens of the fullest expert, by the mean, of the worst layer; 1.0 is even.
+        Tokens of the fullest expert, divided by the mean, in the worst layer; 1.0 is even.
     """
     counts = model.expert_counts.double()
     mean = counts.mean(1, keepdim=True)
@@ -592,7 +596,8 @@ def use_float8(model: nn.Module) -> None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def fits(module: nn.Module, name: str) -> bool:
-        return all(size % 16 == 0 for size in module.weight.shape)  # as the kernels want it
+        fitting = all(size % 16 == 0 for size in module.weight.shape)  # as the kernels want it
+        return fitting and "router" not in name  # of experts, whose choice is to be exact
 
     recipe = Float8LinearConfig.from_recipe_name("rowwise")
     convert_to_float8_training(model.get_decoder(), config=recipe, module_filter_fn=fits)

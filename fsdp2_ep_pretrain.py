@@ -6,20 +6,22 @@ Choose it for mixtures of experts: FSDP2 alone gathers all experts, while a toke
 `diff fsdp2_pretrain.py fsdp2_ep_pretrain.py` is what it adds: in the section Strategy. Read
 fsdp2_sft.py next.
 
-What each of EN ranks keeps: 1/(EN) of parameters, gradients and AdamW moments; while a block
-computes, that block's parameters whole, but of its experts an E-th.
+What each of EN ranks, N groups of E, keeps: 1/(EN) of parameters, gradients and AdamW moments;
+while a block computes, that block's parameters whole, but of its experts an E-th.
 
 What moves inside a block, with A the bytes of [tokens, hidden size] and k experts of a token:
-all-to-alls of 4kA(E-1)/E in forward and backward, 6kA if blocks are computed again. Nothing hides
-them, and all ranks wait for the one whose experts have most tokens: routers have to choose evenly,
-and the E ranks belong in one node. (GShard, arXiv 2006.16668, has experts dealt over ranks and
-all-to-alls, and drops what exceeds an expert's share; so does the Switch Transformer, arXiv
-2101.03961, with k=1. Here nothing is dropped, as in DeepSeek-V3, arXiv 2412.19437.)
+all-to-alls of 4kA(E-1)/E in forward and backward, 6kA(E-1)/E if the whole block is computed again.
+Nothing hides them, and all ranks wait for the one whose experts have most tokens, which also needs
+most memory: routers have to choose evenly, and the E ranks belong in one node. (GShard, arXiv
+2006.16668, has experts dealt over ranks and all-to-alls, and drops what exceeds an expert's share;
+so does the Switch Transformer, arXiv 2101.03961, with k=1. Here nothing is dropped, as in
+DeepSeek-V3, arXiv 2412.19437.)
 
 What moves in a step, with P the bytes of all parameters but experts and X those of an E-th of the
 experts: before a block's forward and again before its backward an all-gather of its parameters, at
 most 2P(EN-1)/(EN) + 2X(N-1)/N in all; after its backward a reduce-scatter of its gradients, half as
-much. Most of it moves while a neighbouring block computes.
+much, or in bf16 as much, since gradients are reduced in fp32. It moves while the neighbouring block
+computes, as far as the CPU is ahead: it waits once in each block, for the numbers of tokens.
 """
 
 import contextlib
@@ -29,6 +31,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -107,8 +110,8 @@ class Config:
     grad_clip: NonNegativeFloat = flag(1.0, "clip gradients to this norm; 0 does not clip")
     balance_rate: NonNegativeFloat = flag(
         1e-2,
-        "what the bias of a router changes by in a step, so that all experts get as many tokens; "
-        "for mixtures of experts that have one (DeepSeek-V3: 0.001, in many more steps)",
+        "how much a step moves the bias of a router, so that experts get equally many tokens; for "
+        "mixtures of experts that have one (DeepSeek-V3: 0.001, in many more steps)",
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = flag(0, "seed of initial weights and data order")
 
@@ -509,6 +512,10 @@ def find_experts(model: nn.Module) -> None:
     model.tokens_to_count = None
     for layer in model.moe_layers:
         layer.experts.register_forward_pre_hook(partial(count_chosen_experts, model))
+        for parameter in layer.experts.parameters():
+            if any(width % 8 for width in parameter.shape[1:]):
+                shape = list(parameter.shape)
+                common.refuse(f"sizes of experts have to be multiples of 8, not {shape}")
 
 
 @contextlib.contextmanager
@@ -550,7 +557,7 @@ def adjust_router_biases(model: nn.Module, rate: float) -> torch.Tensor:
     2408.15664). Routers without such a bias are left to themselves.
 
     Returns:
-        Tokens of the fullest expert, by the mean, of the worst layer; 1.0 is even.
+        Tokens of the fullest expert, divided by the mean, in the worst layer; 1.0 is even.
     """
     counts = model.expert_counts.double()
     mean = counts.mean(1, keepdim=True)
@@ -601,7 +608,8 @@ def use_float8(model: nn.Module) -> None:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def fits(module: nn.Module, name: str) -> bool:
-        return all(size % 16 == 0 for size in module.weight.shape)  # as the kernels want it
+        fitting = all(size % 16 == 0 for size in module.weight.shape)  # as the kernels want it
+        return fitting and "router" not in name  # of experts, whose choice is to be exact
 
     recipe = Float8LinearConfig.from_recipe_name("rowwise")
     convert_to_float8_training(model.get_decoder(), config=recipe, module_filter_fn=fits)
@@ -763,7 +771,7 @@ def send_to_experts(
 
     rows = all_to_all_single_autograd(rows, sent, received, group)  # the all-to-all back
     results = rows[order.argsort()].view(*chosen.shape, -1)  # [tokens, k, hidden size]
-    # Routers compute in fp32, so the sum is fp32, too.
+    # Many routers give fp32 weights; the sum is fp32 then, too.
     return (results * weights[..., None]).sum(1).to(hidden.dtype)
 
 
@@ -778,10 +786,13 @@ def exchange_counts(
     Returns:
         Rows to come, int64 [ranks, own experts]; how many go to each rank; how many come from each.
     """
-    to_send = numbers.bincount(minlength=num_experts).view(group.size(), -1)
+    # For a GPU's `bincount` the CPU would wait, too.
+    counts = numbers.new_zeros(num_experts).scatter_add(0, numbers, torch.ones_like(numbers))
+    to_send = counts.view(group.size(), -1)
     to_receive = all_to_all_single_autograd(to_send, None, None, group)
     # NOTE: the CPU waits for the GPU here. It has to know how much memory the rows need.
-    return to_receive, to_send.sum(1).tolist(), to_receive.sum(1).tolist()
+    sent, received = torch.stack([to_send.sum(1), to_receive.sum(1)]).tolist()
+    return to_receive, sent, received
 
 
 def compute_experts(experts: nn.Module, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -811,10 +822,10 @@ def deal_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
 def choose_dimension(shards: int, parameter: nn.Parameter) -> Shard:
     """Along which dimension a rank's experts, [own experts, rows, columns], are cut into shards.
 
-    Where there are more shards than experts, some would be empty and the others padded for it.
+    Where experts do not go into the shards evenly, some would be padded to the size of the others.
     """
     own_experts, rows, _ = parameter.to_local().shape
-    by_rows = shards > own_experts and rows % shards == 0
+    by_rows = own_experts % shards and rows % shards == 0
     return Shard(1 if by_rows else 0)
 
 
@@ -822,7 +833,7 @@ def check_model(model: nn.Module, config: Config) -> None:
     """Refuse a model without experts, or with such as cannot be dealt or computed here."""
     if not model.moe_layers:
         common.refuse(
-            f"--model {config.model} has no experts that transformers keeps in one module"
+            f"--model {config.model} has no experts that go through transformers' ExpertsInterface"
         )
     for layer in model.moe_layers:
         shapes = {name: parameter.ndim for name, parameter in layer.experts.named_parameters()}
@@ -846,8 +857,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     leaves each rank the summed gradient of its rows.
     """
     check_model(model, config)
-    # The ranks of a row of the mesh share the experts of each block. They are neighbours, so they
-    # sit in one machine. Those of a column have the same experts, and shard these.
+    # The ranks of a row of the mesh share the experts of each block. They are neighbours, and so in
+    # one machine if E divides its ranks. Those of a column have the same experts, and shard these.
     shards = dist.get_world_size() // config.expert_parallel
     mesh = init_device_mesh(
         device.type, (shards, config.expert_parallel), mesh_dim_names=("shard", "expert")
@@ -877,6 +888,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
                     mesh=mesh["shard"],
                     shard_placement_fn=partial(choose_dimension, shards),
                     reshard_after_forward=config.reshard_after_forward,
+                    # The weights that a router gives experts may be fp32, and are to stay so.
+                    mp_policy=replace(precision, cast_forward_inputs=False),
                 )
         shard(block, mesh=all_ranks, reshard_after_forward=config.reshard_after_forward)
     # The root has the rest, in one group, for tied embeddings must share a group. It stays whole
@@ -905,7 +918,7 @@ def forward_backward(
     """Forward and backward of all micro-batches of a step; returns their summed loss, of all ranks.
 
     Gradients of all but the last micro-batch are kept whole on each rank, and the sum is reduced
-    once: less communication, but the memory of a whole model's gradients.
+    once: less communication, but the memory of whole gradients, of experts' those of an E-th.
     """
     # The loss of a step is a sum over labels divided by the labels of the whole global batch. A
     # mean of the micro-batches' means would weigh the tokens of short ones more.

@@ -580,7 +580,7 @@ def closed_form_of(report: Report, script: Any, config: Any) -> tuple[float, str
         for number, rows, columns in report.experts:
             number //= share
             experts += number * rows * columns
-            if groups > number and rows % groups == 0:
+            if number % groups and rows % groups == 0:
                 held_experts += number * rows * columns  # sharded by rows, with nothing to pad
             else:
                 held_experts += math.ceil(number / groups) * groups * rows * columns

@@ -48,6 +48,13 @@ def test_small_shapes_are_initialized_and_learn_from_every_parameter(model):
     assert all(parameter.grad.norm() > 0 for parameter in model.parameters())
 
 
+def test_experts_that_kernels_do_not_take_are_refused(tmp_path):
+    """Grouped products want rows of a multiple of 16 bytes."""
+    small_mixture(intermediate_size=36).save_pretrained(tmp_path)
+    with pytest.raises(common.Refusal, match=r"sizes of experts have to be multiples of 8, not \["):
+        build(str(tmp_path))
+
+
 def test_decay_spares_what_is_added_to_scores(tmp_path):
     """Ernie's bias of its routers is a parameter of two dimensions."""
     sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16}

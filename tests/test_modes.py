@@ -2,11 +2,14 @@
 
 import importlib.util
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from conftest import ROOT, SMALL, torchrun
-from transformers import Qwen2ForCausalLM
+from transformers import PhimoeConfig, Qwen2ForCausalLM
 from worker import OWN_MODES, SCRIPTS, modes
 
 
@@ -118,13 +121,17 @@ def test_parameters_are_fp32_tied_and_sharded(seen, case):
     assert [decay for decay, _ in got["decay"]] == [0.1, 0.0]
 
 
-@pytest.mark.drill
-def test_float8_is_of_the_linear_layers_of_blocks(run_worker):
-    """Seven in each of 2 blocks, and not the head; parameters keep their names. On CPUs too."""
+def float8_package() -> str:
     apart = ROOT / ".venv/torchao"  # where .ci/run puts it
     if not apart.exists() and importlib.util.find_spec("torchao") is None:
         pytest.skip("needs the package torchao")
-    seen = run_worker("float8", PYTHONPATH=str(apart))
+    return str(apart)
+
+
+@pytest.mark.drill
+def test_float8_is_of_the_linear_layers_of_blocks(run_worker):
+    """Seven in each of 2 blocks, and not the head; parameters keep their names. On CPUs too."""
+    seen = run_worker("float8", PYTHONPATH=float8_package())
     for case, got in seen.items():
         layers = 7 if case.startswith("pp") else 14  # a stage has one of the blocks
         assert got["float8"] == (layers if "float8" in case else 0)
@@ -134,6 +141,30 @@ def test_float8_is_of_the_linear_layers_of_blocks(run_worker):
             name = case.split()[0]
             assert difference(got["losses"], seen[f"{name} bf16"]["losses"]) > 1e-6
             assert seen[f"{name} float8_selective"]["losses"] == got["losses"]
+
+
+@pytest.mark.drill
+def test_float8_leaves_routers_as_they_are(tmp_path):
+    """Phi's is a linear layer with a forward of its own."""
+    apart = float8_package()
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 16}
+    PhimoeConfig(**sizes, vocab_size=320).save_pretrained(tmp_path)
+    program = f"""
+import fsdp2_pretrain as script
+config = script.Config(model={str(tmp_path)!r}, precision="float8", max_length=64)
+model = script.build_model(config, script.build_model_config(config, 257, 256))
+for name, module in model.named_modules():
+    if hasattr(module, "weight"):
+        print(name.rpartition(".")[2], type(module).__name__)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": apart}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    kinds = dict(line.split() for line in done.stdout.splitlines())
+    assert kinds["q_proj"] == "Float8Linear" and kinds["router"] == "PhimoeTopKRouter"
 
 
 @pytest.mark.parametrize("name", ["fsdp1", "fsdp2"])
@@ -223,12 +254,14 @@ def check_experts(seen: dict, case: str) -> None:
     mode = {"alone": "fp32", "compile": "padded"}.get(mode, mode)
     got, reference = seen[case], seen[f"fsdp2 {mode}"]
     of_losses, of_norms, of_weights = 2e-6, 5e-6, 1e-5
-    if mode == "bf16":  # four times what FSDP2 itself loses by it
+    if mode == "bf16":
+        # What FSDP2 itself loses by it: DDP, which casts elsewhere, may be four times as far away.
         exact = seen["fsdp2 fp32"]
-        of_losses = 4 * difference(losses(reference), losses(exact))
-        of_norms = 4 * difference(reference["norms"], exact["norms"])
+        of_spread = 4 if name == "ddp" else 0.25
+        of_losses = of_spread * difference(losses(reference), losses(exact))
+        of_norms = of_spread * difference(reference["norms"], exact["norms"])
         of_weights = 5e-2
-    else:
+    if name != "ddp" or mode != "bf16":
         assert got["expert_load"] == reference["expert_load"]
     assert difference(losses(got), losses(reference)) < of_losses
     assert difference(got["norms"], reference["norms"]) < of_norms

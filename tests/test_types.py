@@ -20,6 +20,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 import common
+import fsdp2_ep_pretrain
 import fsdp2_pp_pretrain
 import fsdp2_pretrain as script
 
@@ -43,6 +44,12 @@ SMALL_SIZES = {
 VARIANTS = [{}, {"num_key_value_heads": 4}, {"num_key_value_heads": 4, "head_dim": None}]
 # Those that stages of a pipeline are not made for.
 OTHER_PARTS = set("gpt2 gpt_bigcode gpt_neox hrm_text moshi opt persimmon phi".split())
+# Those whose experts `fsdp2_ep_pretrain.py` takes.
+MIXTURES = (
+    "afmoe axk1 deepseek_v3 ernie4_5_moe exaone_moe flex_olmo glm4_moe glm4_moe_lite granitemoe "
+    "granitemoeshared hy_v3 kolibri1 laguna mellum minimax_m2 mixtral olmoe phimoe qwen2_moe "
+    "qwen3_moe solar_open"
+).split()
 ROWS = [np.random.default_rng(n).integers(0, 256, n + 1) for n in (40, 25, 64, 7, 33)]
 
 
@@ -157,6 +164,40 @@ def test_a_type_trains_as_in_plain_transformers(name, tmp_path, monkeypatch):
             assert (gradient - expected[key]).norm() < 1e-4 * norm, key
 
 
+@pytest.mark.drill
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", MIXTURES)
+def test_dealt_experts_compute_the_same(name, precision, tmp_path, monkeypatch):
+    """Of one rank, so that nothing but the computation of experts is another one."""
+    monkeypatch.setattr(common, "gather", lambda value: [value])
+    plain = plain_model(name)
+    plain.config.save_pretrained(tmp_path)
+    plain.save_pretrained(tmp_path, save_original_format=False)
+    flags = {"model": str(tmp_path), "precision": precision, "max_length": 64}
+    flags |= {"micro_batch_tokens": 192, "global_batch_tokens": 192}
+    seen = []
+    for module, own in ((script, {}), (fsdp2_ep_pretrain, {"expert_parallel": 1})):
+        config = module.Config(**flags, **own)
+        model = module.build_model(config, module.build_model_config(config, 257, 256))
+        model = module.parallelize(model, config, torch.device("cpu"))
+        common.load_weights(model, str(tmp_path))
+        model.train()
+        torch.manual_seed(0)  # Phi's routers draw lots
+        loss = torch.zeros(())
+        for micro_batch in micro_batches("bucketed"):
+            loss += model(**micro_batch)
+        loss.backward()
+        of_model = {key: whole.full_tensor() for key, whole in gradients(model).items()}
+        seen.append((loss.item(), model.expert_counts, of_model))
+    (loss, counts, expected), (got_loss, got_counts, got) = seen
+    assert got_counts.equal(counts) and counts.sum() > 0
+    assert got_loss == loss
+    norm = math.sqrt(sum(gradient.double().square().sum() for gradient in expected.values()))
+    for key, gradient in expected.items():
+        assert (got[key] - gradient).norm() < 1e-4 * norm, key
+
+
 def stage_of(
     config: fsdp2_pp_pretrain.Config, weights: dict[str, torch.Tensor], stage: int
 ) -> torch.nn.Module:
@@ -237,6 +278,14 @@ def test_the_language_model_of_a_composite_trains(tmp_path):
     transformers.Gemma3Config(text_config=text).save_pretrained(tmp_path)
     config = common.read_model_config(str(tmp_path), 257, 64, "packed")
     assert config.model_type == "gemma3_text" and config.hidden_size == 32
+
+
+def test_what_quantized_files_say_of_themselves_is_not_said_of_ours(tmp_path):
+    config = transformers.LlamaConfig(quantization_config={"quant_method": "fp8"})
+    config.save_pretrained(tmp_path)
+    common.read_model_config(str(tmp_path), 257, 64, "packed").save_pretrained(tmp_path / "hf")
+    assert "quantization" in (tmp_path / "config.json").read_text()
+    assert "quantization" not in (tmp_path / "hf/config.json").read_text()
 
 
 def longrope(length: int) -> dict[str, Any]:

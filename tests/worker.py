@@ -127,7 +127,7 @@ STEPS = 2
 def modes(name: str, which: str = "plain") -> dict[str, dict]:
     """What a script runs: all modes but the slow ones; of the drill, these and their references."""
     if which == "float8":
-        return {} if name in ("tp", "ep") else FLOAT8  # tensor parallelism refuses it
+        return {} if name in ("tp", "ep") else FLOAT8  # refused, and a model of experts
     if which == "compiled experts":
         return COMPILED_EXPERTS if name in ("fsdp2", "ep") else {}
     if which == "experts":
