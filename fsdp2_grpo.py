@@ -14,14 +14,14 @@ of an answer (Dr. GRPO, arXiv 2503.20783). The sum over all tokens is divided by
 every token of the global batch counts the same (DAPO, arXiv 2503.14476).
 
 What a rank keeps: 1/N of all parameters, gradients and AdamW moments (N ranks); while a block
-computes, that block's parameters whole. While answers are sampled: all parameters whole, and of its
-own answers the keys and values, 2 x layers x key-value heads x head size a token. With
---reference_weight 1/N of a second model's parameters.
+computes, that block's parameters whole. While answers are sampled: all parameters whole, and keys
+and values of --sample_prompts x --answers rows, prompt and answer, 2 x layers x key-value heads x
+head size a token. With --reference_weight 1/N of a second model's parameters.
 
 What moves in a step, with P the bytes of the model: one all-gather of all parameters, P(N-1)/N;
 then nothing while a rank samples, however long its answers are; the tokens of the answers, to all
-ranks; and for training what fsdp2_sft.py moves (with --reference_weight also an all-gather of the
-second model for each micro-batch).
+ranks; and for each inner step what fsdp2_sft.py moves (with --reference_weight also, once, an
+all-gather of the second model for each micro-batch).
 """
 
 import ast
@@ -118,11 +118,13 @@ class Config:
     sample_prompts: PositiveInt = flag(
         16, "prompts that a rank samples answers to at a time: sets the memory of keys and values"
     )
-    inner_steps: PositiveInt = flag(1, "optimizer steps on the answers of a step")
+    inner_steps: PositiveInt = flag(1, "optimizer steps of a step, each on all of its answers")
     clip_low: Annotated[float, Field(ge=0, le=1)] = flag(
-        0.2, "a token's ratio counts down to 1 less this; from the second inner step on"
+        0.2,
+        "lower bound of a token's ratio (its probability now, by that when the step began) is 1 "
+        "less this; it matters from the second inner step on",
     )
-    clip_high: NonNegativeFloat = flag(0.28, "and up to 1 plus this")
+    clip_high: NonNegativeFloat = flag(0.28, "upper bound of that ratio is 1 plus this")
     reference_weight: NonNegativeFloat = flag(
         0.0,
         "weight in the loss of the divergence from the model of --init_from; above 0 that model is "
@@ -366,6 +368,7 @@ def docstring_conversations(files: list[str], version: str) -> Iterator[dict[str
 
 common.EMBEDDED["stdlib-docstrings"] = docstring_conversations
 common.PLAN += ["prompts", "answers", "answer_length"]  # a resumed run samples the same answers
+common.CONTENTS += ["init_from", "reference_weight"]  # and has the same reference, if it has one
 
 TURN = ["<|im_start|>", "<|im_end|>"]
 # What an assistant may write inside of an answer, each of them one token.
@@ -387,14 +390,17 @@ TEMPLATE = """\
 def chat_tokenizer(name: str) -> tuple[Any, int]:
     """The tokenizer with a chat template, the end of a turn as eos token, and a pad token.
 
-    A template of its own that marks the assistant's tokens is taken as it is. Else it gets TEMPLATE
-    and single tokens for what stands there between the texts. Also returns its length before.
+    A template of its own is how a model has learned to be asked, so it is taken as it is. Without
+    one the tokenizer gets TEMPLATE, and single tokens for what stands there between the texts. Also
+    returns its length before.
     """
     tokenizer = copy.deepcopy(common.load_tokenizer(name))
     known_ids = len(tokenizer)
     plain_eos_token = tokenizer.eos_token
     tokenizer.split_special_tokens = False  # those of the template are to be parsed
-    if "endgeneration" not in str(tokenizer.chat_template):
+    if isinstance(tokenizer.chat_template, dict):  # several, by name
+        tokenizer.chat_template = tokenizer.chat_template.get("default")
+    if tokenizer.chat_template is None:
         tokenizer.chat_template = TEMPLATE
         if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:
             tokenizer.chat_template = "{{- bos_token -}}" + TEMPLATE  # it begins every text with it
@@ -402,22 +408,24 @@ def chat_tokenizer(name: str) -> tuple[Any, int]:
 
     sample = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
     with common.refusing(f"--tokenizer {name}: its chat template fails"):
-        ids, learned = encode(tokenizer, sample, answers=1)
-        text = tokenizer.decode(ids)
+        text = render(tokenizer, sample)
         if any(message["content"] not in text for message in sample):
             raise ValueError("it leaves the text of messages out")
 
-    # A turn ends with the last learned token that is not blank, if that is an added one.
+    # A turn ends with the first added token after the answer that is not blank.
     added = tokenizer.added_tokens_decoder
-    not_blank = [i for i in ids[learned].tolist() if tokenizer.decode([i]).strip()]
-    if not_blank and not_blank[-1] in added:
-        tokenizer.eos_token = str(added[not_blank[-1]])
+    _, _, rest = text.rpartition(sample[-1]["content"])
+    endings = [str(added[i]) for i in encode(tokenizer, rest).tolist() if i in added]
+    endings = [token for token in endings if token.strip()]
+    if endings:
+        tokenizer.eos_token = endings[0]
 
     # With the end of a turn as pad token, a model that is trained on would learn not to stop. Then
     # a token without any other use takes its place.
-    endings = {plain_eos_token, tokenizer.eos_token, None}
-    if tokenizer.pad_token in endings:
-        used = endings.union(TURN, INSIDE, {str(added[i]) for i in ids.tolist() if i in added})
+    taken = {plain_eos_token, tokenizer.eos_token, None}
+    if tokenizer.pad_token in taken:
+        of_sample = {str(added[i]) for i in encode(tokenizer, text).tolist() if i in added}
+        used = taken.union(TURN, INSIDE, of_sample)
         unused = [str(token) for token in added.values() if token.special]
         template = tokenizer.chat_template
         unused = [token for token in unused if token not in used and token not in template]
@@ -425,33 +433,21 @@ def chat_tokenizer(name: str) -> tuple[Any, int]:
     return tokenizer, known_ids
 
 
-def encode(
-    tokenizer: Any, messages: list[dict[str, str]], answers: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Ids of a conversation, and whether each is learned: of the last `answers` answers.
-
-    A token is learned if it overlaps one of the stretches that the template marks. (Transformers'
-    own mask loses the last bytes of a character that is several tokens.)
-    """
-    texts, stretches_of_texts = render_jinja_template(
+def render(tokenizer: Any, messages: list[dict[str, str]], ask: bool = False) -> str:
+    """The text of a conversation; with `ask` up to where the next answer is to begin."""
+    [text], _ = render_jinja_template(
         [messages],
         chat_template=tokenizer.chat_template,
-        return_assistant_tokens_mask=True,
+        add_generation_prompt=ask,
         **tokenizer.special_tokens_map,
     )
-    stretches = stretches_of_texts[0]
-    encoding = tokenizer.backend_tokenizer.encode(texts[0], add_special_tokens=False)
-    offsets = np.array(encoding.offsets).reshape(-1, 2)  # begin and end in characters
-    learned = np.zeros(len(encoding.ids), bool)
-    all_answers = sum(message["role"] == "assistant" for message in messages)
-    if answers < all_answers:
-        # A template may mark several stretches of one answer.
-        stretches_per_answer = max(1, len(stretches) // all_answers)
-        stretches = stretches[-answers * stretches_per_answer :]
-    for begin, end in stretches:
-        not_empty = offsets[:, 0] < offsets[:, 1]
-        learned |= not_empty & (offsets[:, 0] < end) & (offsets[:, 1] > begin)
-    return np.array(encoding.ids, np.uint32), learned
+    return text
+
+
+def encode(tokenizer: Any, text: str) -> np.ndarray:
+    """Ids of a text, uint32."""
+    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+    return np.array(encoding.ids, np.uint32)
 
 
 def chat_rows(row: dict[str, Any], tokenizer: Any, max_length: int) -> Iterator[tuple]:
@@ -479,29 +475,17 @@ def chat_rows(row: dict[str, Any], tokenizer: Any, max_length: int) -> Iterator[
     while messages[-1]["role"] != "assistant":
         messages.pop()
     reference = messages.pop()["content"]
-    prompt = encode_prompt(tokenizer, messages)
+    if all(message["role"] == "system" for message in messages):
+        raise ValueError("hold no prompt")
+    text = render(tokenizer, messages, ask=True)
+    if text == render(tokenizer, messages):
+        raise ValueError("have a chat template that does not ask for an answer")
+    prompt = encode(tokenizer, text)
     if len(prompt) > max_length:
         raise ValueError(f"have a prompt of more than {max_length:,} tokens")
-    answer = tokenizer.backend_tokenizer.encode(reference, add_special_tokens=False).ids
-    answer = np.array([*answer, tokenizer.eos_token_id], np.uint32)
+    answer = np.append(encode(tokenizer, reference), np.uint32(tokenizer.eos_token_id))
     learned = np.arange(len(prompt) + len(answer)) >= len(prompt)
     yield np.concatenate([prompt, answer]), learned, 0.0, ""
-
-
-def encode_prompt(tokenizer: Any, messages: list[dict[str, str]]) -> np.ndarray:
-    """Ids of a conversation up to where the assistant's answer is to begin, uint32."""
-    render = partial(
-        render_jinja_template,
-        [messages],
-        chat_template=tokenizer.chat_template,
-        **tokenizer.special_tokens_map,
-    )
-    [text], _ = render(add_generation_prompt=True)
-    [unasked], _ = render()
-    if text == unasked:
-        raise ValueError("have a chat template that does not ask for an answer")
-    ids = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-    return np.array(ids, np.uint32)
 
 
 class Answer(NamedTuple):
@@ -600,7 +584,7 @@ def grow_vocabulary(model: Any, known_ids: int, vocabulary_size: int) -> None:
 # What an answer to the embedded conversations looks like: a thought, then the docstring.
 ANSWER = re.compile(
     r"<\|begin_of_thought\|>\narguments: (?P<arguments>.*)\n<\|end_of_thought\|>\n\n"
-    r"<\|begin_of_solution\|>\n(?P<docstring>[^|]+)\n<\|end_of_solution\|>"
+    r"<\|begin_of_solution\|>\n(?P<docstring>(?:[^<]|<(?!\|))+)\n<\|end_of_solution\|>"
 )
 # The words of Python's manual, which every Python brings along.
 WORDS = set(re.findall("[a-z]{3,}", " ".join(topics.values()).lower()))
@@ -634,15 +618,17 @@ def reward(prompt: str, answer: str, reference: str) -> float:
 
 
 def checked_reward(prompt: str, answer: str, reference: str) -> float:
-    """What `reward` returns, if that is a number from 0 on; else the run ends with a line on it."""
+    """What `reward` returns if that is a number, 0 or more; else the run ends with a line on it."""
     try:
         value = reward(prompt, answer, reference)
-    except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
+    except (Exception, SystemExit) as error:  # code that a model has written may call exit()
+        frames = traceback.extract_tb(error.__traceback__)
+        this_file = checked_reward.__code__.co_filename
+        place = [frame for frame in frames if frame.filename == this_file][-1]
         where = f"{place.name}, line {place.lineno}"
         common.refuse(f"reward() fails in {where}: {type(error).__name__}: {error}", code=1)
-    if not isinstance(value, numbers.Real) or not 0 <= value < math.inf:
-        common.refuse(f"reward() has to return a number from 0 on, not {value!r:.80}", code=1)
+    if not isinstance(value, numbers.Real) or not 0 <= value < 1e30:  # advantages are fp32
+        common.refuse(f"reward() has to return a number, 0 or more, not {value!r:.80}", code=1)
     return float(value)
 
 
@@ -697,7 +683,8 @@ def divergence(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch.
     """For tokens sampled from a distribution: values whose mean is its KL divergence to another.
 
     They are never negative, and vary less than differences of log-probabilities (Schulman 2020,
-    Approximating KL Divergence).
+    Approximating KL Divergence). As a loss, their gradient is on average that of the divergence
+    the other way round.
     """
     log_ratio = other_log_probs - log_probs
     return log_ratio.exp() - 1 - log_ratio
@@ -1270,7 +1257,7 @@ def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 @contextlib.contextmanager
 def whole_parameters(model: nn.Module, config: Config) -> Iterator[None]:
-    """In here every rank has all parameters, and a forward sends nothing: to sample answers.
+    """To sample answers: in here every rank has all parameters, and a forward sends nothing.
 
     NOTE: else each token would gather each block, and a rank whose answers have all ended would
     leave the others waiting for its shards.
@@ -1281,9 +1268,12 @@ def whole_parameters(model: nn.Module, config: Config) -> Iterator[None]:
     model.set_reshard_after_forward(False)  # else the first forward would free the blocks
     # Prompts of several lengths are sampled together, which takes an attention that heeds a mask.
     model.set_attn_implementation("sdpa")
-    # Each token makes the rows longer, and compiled blocks want few lengths.
+    # Each token makes the rows longer; compiled blocks and cuDNN's attention want few lengths.
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         yield
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
     model.set_attn_implementation("documents")
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -1382,13 +1372,13 @@ def sample(
     """Answers to prompts, at temperature 1, each up to the token that ends the turn.
 
     Token t of answer i is where the cumulative probability exceeds draws[i, t]. So what is drawn
-    for an answer does not depend on what is sampled beside it, as it would with one generator for
-    all of them.
+    for an answer does not depend on what is sampled beside it (but for rounding), as it would with
+    one generator for all of them.
 
     Args:
         prompts: ids of each prompt, of any lengths.
         draws: float64 [answers, answer length], from 0 to 1; equally many answers to each prompt,
-            those to one after those to the other.
+            in the order of `prompts`.
 
     Returns:
         Of each answer the tokens (uint32) and their log-probabilities (float32).
@@ -1438,7 +1428,7 @@ def sample(
     tokens = tokens.cpu().numpy()
     log_probs = log_probs.cpu().numpy()
     if not np.isfinite(log_probs).all():
-        common.refuse("the logits are no longer finite: lower --learning_rate", code=1)
+        common.refuse("logits are not finite: broken weights, or --learning_rate too high", code=1)
     lengths = (tokens >= 0).sum(1)
     return [
         (tokens[i, :length].astype(np.uint32), log_probs[i, :length])
@@ -1696,6 +1686,8 @@ def train_step(
     # Reading a number waits for the GPU, so it comes last.
     measured = dict(zip(MEASURED, (total / batch.num_labels).tolist()))
     measured["grad_norm"] = grad_norm.item()
+    if not math.isfinite(measured["grad_norm"]):  # nor are the weights now: they are not saved
+        common.refuse("gradients are no longer finite: lower --learning_rate or rewards", code=1)
     if expert_load is not None:
         measured["expert_load"] = expert_load.item()
     return measured

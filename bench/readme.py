@@ -221,7 +221,8 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
             "Two meshes: a rank's experts are sharded over the ranks that have the same ones, "
             "everything else over all ranks.",
             ["Deal experts over", "check_model(model, config)", "all_ranks", "shard = partial(",
-             "Experts come before their block", "deal_experts(", "summed gradient of its rows"],
+             "Experts come before their block", "deal_experts(", "summed gradient of its rows",
+             "of experts' those of an E-th"],
         ),
         (
             "An expert has seen the tokens of all ranks of its group. A mean over ranks would "
@@ -272,8 +273,8 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
     ("fsdp2_sft", "fsdp2_grpo"): [
         (
             "A step is no longer so many tokens but so many prompts, each with a group of answers. "
-            "With several inner steps the ratio of a token's probabilities bounds how far they "
-            "go. Rewards are what is validated.",
+            "With several inner steps, bounds on the ratio of a token's probabilities limit how "
+            "far they go. Rewards are what is validated.",
             ["max_length: PositiveInt", "# sampling and reward", "steps of the whole",
              "learning_rate: PositiveFloat", "eval_every: PositiveInt", "validation reward stays",
              "self.prompts % world_size", "is no multiple of", "self.reference_weight and"],
@@ -281,14 +282,17 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
         (
             "The conversations are the same, but what is before the last answer is a prompt now, "
             "written as the template asks for an answer, and the answer is a reference for the "
-            "judge. Nothing is cut: a prompt without its end would ask something else.",
-            ["common.PLAN +=", "A prompt, of at most", "messages, _ =", "encode_prompt(",
+            "judge. A template has to say no more than that, so a tokenizer keeps its own. Nothing "
+            "is cut: a prompt without its end would ask something else.",
+            ["common.PLAN +=", "A prompt, of at most", "messages, _ =", "ask=True",
+             "A template of its own", "several, by name", "render(tokenizer", "first added token",
+             "endings = [", "of_sample", "Ids of a text",
              "max_length - config.answer_length", "prompts are {note}"],
         ),
         (
             "What is learned comes from memory, not from disk, with two numbers more for each "
             "token. Answers differ in length from step to step, so micro-batches are planned anew "
-            "for each step, as many for each rank.",
+            "for each step, the same number for each rank.",
             ["OF_TOKENS = ", "class AnswerBatches", "sampled_log_probs: float32",
              "self.answers[row].log_probs", "def halve_until_divisible"],
         ),

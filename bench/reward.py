@@ -2,9 +2,9 @@
 
     python bench/reward.py [SEEDS]
 
-Reinforcement learning is repeated with as many seeds (3), each from the same fine-tuned model, all
-on 2 ranks. Writes docs/reward.png and docs/reward.json: of each seed the mean reward of held-out
-prompts, by step. Prints how long each run took.
+Reinforcement learning is repeated with SEEDS seeds (3 by default), each from the same fine-tuned
+model, all on 2 ranks. Writes docs/reward.png and docs/reward.json: of each seed the mean reward of
+held-out prompts, by step. Prints how long each run took.
 """
 
 import json

@@ -382,7 +382,8 @@ def sampling_table(ranks: int = 8, card: int = 80) -> str:
         with torch.device("meta"):
             parameters = AutoModelForCausalLM.from_config(shape).num_parameters()
         of_token = bytes_of_cached_token(shape)
-        shards, whole = 16 * parameters / ranks, 2 * parameters
+        # Parameters and moments; gradients are not there while a model samples.
+        shards, whole = 12 * parameters / ranks, 2 * parameters
         tokens = (0.9 * card * 1e9 - shards - whole) / of_token
         room = f"{tokens / 1e6:.1f} million" if tokens > 0 else "none"
         lines.append(

@@ -70,14 +70,17 @@ class Watched:
         with collectives.Ledger() as ledger:
             with REAL["whole_parameters"](model, config):
                 entered = len(ledger.calls)
+                cudnn = [torch.backends.cuda.cudnn_sdp_enabled()]
                 yield
                 sampled = len(ledger.calls)
+        cudnn.append(torch.backends.cuda.cudnn_sdp_enabled())
         after = states(model)
         kinds = sorted({call.kind for call in ledger.calls})
         counted = [entered, sampled - entered, len(ledger.calls) - sampled]
         self.sampling.append({
             "before": before, "after": after, "kinds": kinds, "collectives": counted,
             "training": model.training, "attention": model.config._attn_implementation,
+            "cudnn": cudnn,
         })  # fmt: skip
 
     def sample(

@@ -355,6 +355,7 @@ def test_nothing_is_sent_while_ranks_sample(seen, mode):
         root, *blocks = sampled["after"]["reshard"]
         assert root is False and blocks == [mode != "kept"] * 2
         assert sampled["training"] is False and sampled["attention"] == "documents"
+        assert sampled["cudnn"] == [False, True]
 
 
 def test_a_rank_with_long_answers_does_not_hang_the_other(seen):
@@ -703,11 +704,15 @@ BAD_REWARDS = {
     ),
     "is no number": (
         "return float('nan')",
-        r"reward\(\) has to return a number from 0 on, not nan",
+        r"reward\(\) has to return a number, 0 or more, not nan",
     ),
     "has words of torch": (
         "raise ConnectionError('Connection refused')",
         r"reward\(\) fails in reward, line \d+: ConnectionError: Connection refused",
+    ),
+    "runs what calls exit": (
+        "exec('exit(0)')",
+        r"reward\(\) fails in reward, line \d+: SystemExit: 0",
     ),
 }
 
@@ -729,14 +734,23 @@ def test_a_bad_reward_ends_the_run_in_one_line(reinforce, name):
         (math.nan, "nan"), (math.inf, "inf"), (-0.5, "-0.5"), ("0.5", "'0.5'"), (None, "None"),
         ([1.0], "[1.0]"), (np.float32("nan"), "np.float32(nan)"), (1j, "1j"),
         ("x" * 10_000, "'" + "x" * 79), (torch.tensor(1.0), "tensor(1.)"),
+        (1e39, "1e+39"), (10**400, "1" + "0" * 79),
     ],
 )  # fmt: skip
 def test_a_reward_is_a_finite_number(monkeypatch, value, shown):
     monkeypatch.setattr(script, "reward", lambda *_: value)
     with pytest.raises(common.Refusal) as refused:
         script.checked_reward("", "", "")
-    assert str(refused.value) == f"reward() has to return a number from 0 on, not {shown}"
+    assert str(refused.value) == f"reward() has to return a number, 0 or more, not {shown}"
     assert refused.value.code == 1
+
+
+def test_where_a_library_fails_is_said_by_the_line_that_calls_it(monkeypatch):
+    program = compile("def reward(*_):\n    json.loads('')", script.__file__, "exec")
+    exec(program, script.__dict__ | {"json": json}, own := {})
+    monkeypatch.setattr(script, "reward", own["reward"])
+    with pytest.raises(common.Refusal, match="fails in reward, line 2: JSONDecodeError"):
+        script.checked_reward("", "", "")
 
 
 @pytest.mark.parametrize("value", [True, 0, 2, 3.5, np.float32(0.5), np.int64(4)])
@@ -768,13 +782,30 @@ def test_equal_rewards_are_said_and_trained_on(reinforce, tmp_path):
 
 def test_prompts_alone_and_prompts_without_room(reinforce, tmp_path):
     """No reference is there; a prompt of more than max_length - answer_length is left out."""
-    rows = [{"prompt": f"number {n}"} for n in range(60)]
+    rows = [{"prompt": f"number {n}"} for n in range(60)] + [{"prompt": None}] * 2
     rows += [{"prompt": "x" * (80 + n)} for n in range(3)] + [{"prompt": "y" * 200}] * 4
     body = "if reference:\n    raise ValueError(reference)\nreturn len(answer) % 3"
     dataset = write(tmp_path / "prompts.jsonl", rows)
     done = reinforce(body, dataset=dataset, steps=2)
     assert (done.returncode, done.stderr) == (0, "")
     assert "4 prompts are left out, as they have a prompt of more than 112 tokens" in done.stdout
+    assert "2 prompts are left out, as they hold no prompt" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": []},
+        {"messages": None},
+        {"prompt": []},
+        {"messages": [{"role": "assistant", "content": "a"}]},
+        {"system": "s", "completion": "a"},
+    ],
+    ids=str,
+)
+def test_an_answer_to_nothing_is_left_out(tokenizer, row):
+    with pytest.raises(ValueError, match="hold no prompt"):
+        [*script.chat_rows(row, tokenizer, 99)]
 
 
 def test_the_longest_prompt_has_room(tokenizer):
@@ -840,6 +871,34 @@ def test_a_prompt_is_what_the_template_asks_for_an_answer_with(tmp_path, name):
     assert tokens[~learned].tolist() == expected and learned.sum() == 1
 
 
+INSTRUCT = {  # as hub models have them: nothing says what is an answer
+    "ends": "{{- '<|header|>assistant ' + m.content + '<|eot|>' -}}",
+    "ends with a blank line": "{{- '<|header|>assistant ' + m.content + '\n' + '<|eot|>\n' -}}",
+    "ends, and so does the text": """{{- '<|header|>assistant ' + m.content + '<|eot|>' -}}
+{%- if loop.last and not add_generation_prompt -%}{{- eos_token -}}{%- endif -%}""",
+}
+
+
+@pytest.mark.parametrize("name", INSTRUCT)
+def test_an_instruct_model_keeps_its_template(tmp_path, name):
+    """Without marks too: it is asked as it has learned to be, and ends its turn as it has."""
+    template = asking(INSTRUCT[name])
+    base = save_base(tmp_path, None, template, ("<|header|>", "<|eot|>"))
+    made, known = script.chat_tokenizer(base)
+    assert made.chat_template == template and made.eos_token == "<|eot|>"
+    assert made.pad_token != "<|eot|>" and len(made) <= known + 1
+    [(tokens, learned, *_)] = script.chat_rows({"prompt": "p", "completion": "c"}, made, 99)
+    assert made.decode(tokens) == "<|header|>user p<|eot|><|header|>assistant c<|eot|>"
+    assert learned.sum() == 2
+
+
+def test_of_several_templates_the_default_is_taken(tmp_path):
+    plain = asking(INSTRUCT["ends"])
+    several = {"default": plain, "tools": "{{- no -}}"}
+    made, _ = script.chat_tokenizer(save_base(tmp_path, None, several, ("<|header|>", "<|eot|>")))
+    assert made.chat_template == plain
+
+
 def test_a_template_that_cannot_ask_is_refused(tmp_path):
     """The model would have to write the header of an answer, which it has never learned."""
     made, _ = script.chat_tokenizer(
@@ -886,6 +945,8 @@ def test_resume_with_another_reference_is_refused(reinforce, start, tmp_path):
     """The same path, trained anew in between; without a reference it is not looked at."""
     weights = Path(shutil.copytree(start, tmp_path / "weights"))
     reinforce(init_from=weights, steps=2)
+    done = reinforce(init_from=weights, steps=4, reference_weight=0)
+    assert done.returncode != 0 and "--reference_weight 0.1 (now 0.0)" in done.stderr
     model = AutoModelForCausalLM.from_pretrained(weights)
     model.model.norm.weight.data += 0.01
     model.save_pretrained(weights, save_original_format=False)
@@ -930,7 +991,16 @@ def test_a_model_of_nan_ends_in_one_line(reinforce, start, tmp_path):
     done = reinforce(init_from=tmp_path / "nan", steps=1)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert len(errors) == 1 and "no longer finite" in errors[0]
+    assert len(errors) == 1 and "logits are not finite" in errors[0]
+
+
+def test_weights_that_became_nan_are_not_saved(reinforce, tmp_path):
+    """Else each later start would go on from them. (A norm of infinity makes gradients of nan.)"""
+    done = reinforce("return 1e29 * len(answer)", steps=4, checkpoint_every=1, reference_weight=0.0)
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    assert len(errors) == 1 and "gradients are no longer finite" in errors[0]
+    assert not [*(tmp_path / "run").glob("checkpoints/step_*")]
 
 
 # --- Drills ---------------------------------------------------------------------------------------
