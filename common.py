@@ -107,11 +107,12 @@ def refusing(what: str, code: int = 2) -> Iterator[None]:
 
 def root_cause(error: BaseException) -> BaseException:
     """What the system said (such as a full disk) before libraries raised errors of their own."""
-    chain = [error]
-    while chain[-1].__context__ is not None:
-        chain.append(chain[-1].__context__)
-    of_system = [each for each in chain if isinstance(each, OSError)]
-    return of_system[-1] if of_system else error.__cause__ or error
+    cause = error.__cause__ or error
+    while error is not None:
+        if isinstance(error, OSError):
+            cause = error
+        error = error.__context__
+    return cause
 
 
 def lost_connection(error: BaseException) -> bool:
@@ -161,8 +162,7 @@ def launch(main: Callable) -> None:
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": "0",
     }
-    for name, value in alone.items():  # without torchrun: one rank
-        os.environ.setdefault(name, value)
+    os.environ.update(alone | os.environ)  # without torchrun: one rank
     sys.stdout.reconfigure(errors="backslashreplace")  # a terminal that cannot print a character
     try:
         end_with_launcher()
@@ -337,7 +337,9 @@ def open_dataset(name: str, configuration: str | None, split: str) -> datasets.D
     if os.environ.get("LOCAL_RANK", "0") != "0" or not sys.stderr.isatty():
         datasets.disable_progress_bars()
     if name in EMBEDDED:
-        arguments = {"files": standard_library_files(), "version": sys.version}
+        # The cache notices another Python and another source of the function.
+        version = sys.version + str(sources(EMBEDDED[name], {}))
+        arguments = {"files": standard_library_files(), "version": version}
         return datasets.Dataset.from_generator(EMBEDDED[name], gen_kwargs=arguments)
     known_suffixes = [suffix for suffix in Path(name).suffixes if suffix in READERS]
     if not known_suffixes:
@@ -848,8 +850,10 @@ def read_model_config(
         model_config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
         model_config = model_config.get_text_config()
     if model_config.model_type not in MODEL_TYPES:
-        known = f"is none of the {len(MODEL_TYPES)} in common.MODEL_TYPES"
-        refuse(f"--model {name}: its type, {model_config.model_type}, {known}")
+        refuse(
+            f"--model {name}: its type, {model_config.model_type}, is none of the "
+            f"{len(MODEL_TYPES)} in common.MODEL_TYPES"
+        )
     other_layers = set(getattr(model_config, "layer_types", None) or [])
     other_layers -= {"full_attention", "sliding_attention"}
     if other_layers:
@@ -884,7 +888,9 @@ def fetch_weights(name: str) -> str:
         with prepare_in_turn(), refusing(f"--init_from {name} is neither here nor on the hub"):
             directory = Path(
                 huggingface_hub.snapshot_download(
-                    name, allow_patterns=["*.json", "*.jinja", "*.safetensors"]
+                    name,
+                    allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"],
+                    ignore_patterns="consolidated*",  # Mistral's own format beside the usual one
                 )
             )
     if not (directory / "config.json").exists() or not list(directory.glob("*.safetensors")):
@@ -914,7 +920,7 @@ def change_once(directory: str, kind: str, change: Callable, *settings: Any) -> 
     files = [Path(directory, "config.json"), *sorted(Path(directory).glob("*.safetensors"))]
     sums = [sum_of(file) for file in files]
     # Parameters have other names in other versions.
-    key = fingerprint(sums, settings, transformers.__version__)
+    key = fingerprint(sums, inspect.getsource(change), settings, transformers.__version__)
     changed = Path(datasets.config.HF_DATASETS_CACHE, f"{kind}-{key}")
     with prepare_in_turn(), refusing(f"--init_from {directory} cannot be prepared"):
         if changed.exists():
@@ -1035,7 +1041,9 @@ def describe_contents(model_config: ModelConfig, tokenizer: Tokenizer, rows: Row
     for changing in ("_name_or_path", "transformers_version"):
         architecture.pop(changing, None)
     spelling = (tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template)
-    return fingerprint(architecture, spelling, xxhash.xxh3_128_hexdigest(rows.digest))
+    return fingerprint(
+        architecture, spelling, xxhash.xxh3_128_hexdigest(rows.digest ^ rows.lengths)
+    )
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -1068,10 +1076,10 @@ def damage(path: Path, rank: int = 0, world_size: int = 1) -> str | None:
         for name in sorted(sums)[rank::world_size]:
             if not (path / name).is_file() or sum_of(path / name) != sums[name]:
                 raise ValueError(f"{name} is missing or damaged")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         problem = str(error)
     problems = gather(problem) if world_size > 1 else [problem]
-    return next((problem for problem in problems if problem), None)
+    return next(filter(None, problems), None)
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -1107,12 +1115,10 @@ def refuse_foreign(run_dir: Path, resumed: Path | None) -> None:
     steps = [step for step, _ in read_metrics(run_dir)]
     if names <= {"metrics.jsonl"} and not steps:  # empty, or a start that died at once
         return
-    try:
+    with refusing(f"--run_dir {run_dir} holds other files than those of a run; take another one"):
         flags = json.loads((run_dir / "config.json").read_text())["flags"]
         # In the background a checkpoint is complete before the next one begins.
         first = flags["checkpoint_every"] * (2 if flags["async_checkpoint"] else 1)
-    except (OSError, ValueError, KeyError, TypeError):
-        refuse(f"--run_dir {run_dir} holds other files than those of a run; take another one")
     checkpoints = any(STEP.fullmatch(path.name) for path in run_dir.glob("checkpoints/*"))
     if checkpoints or "hf" in names or max(steps, default=0) > first:
         refuse(f"--run_dir {run_dir} holds a run that this start does not go on with; take another")
@@ -1191,7 +1197,7 @@ class Checkpoints:
 
     def choose(self, resume: str) -> Path | None:
         """The newest undamaged one, the one that `resume` names, or none."""
-        own = self.all()
+        own = gather(self.all())[0]  # one list for all ranks, even if a node sees another directory
         advice = "to begin anew take another --run_dir"
         if own and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0:
             resume = "auto"  # a restart by torchrun goes on, whatever the run began from
@@ -1207,7 +1213,8 @@ class Checkpoints:
                 if self.rank == 0:
                     say(f"{path} is damaged or no checkpoint: {problem}")
                 continue
-            if own and path != own[0] and is_own(path, self.directory.parent) and resume != "auto":
+            later = own and path.name != own[0].name and is_own(path, self.directory.parent)
+            if later and resume != "auto":
                 refuse(f"--resume {resume}: {own[0]} is later; {advice}")
             return path
         if candidates:
@@ -1229,12 +1236,7 @@ class Checkpoints:
             way = "resume with that, or take the weights alone: --init_from and another --run_dir"
             refuse(f"checkpoint {self.last} was written with {difference}; {way}")
 
-    def write(
-        self,
-        save: Callable,
-        progress: dict[str, Any],
-        in_background: bool,
-    ) -> None:
+    def write(self, save: Callable, progress: dict[str, Any], in_background: bool) -> None:
         """Write this moment's state; one write at a time.
 
         `save()` returns a function that writes the state to a directory. A thread calls that, and

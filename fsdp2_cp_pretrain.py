@@ -491,6 +491,12 @@ def find_experts(model: nn.Module) -> None:
     transformers keeps the experts of a layer in one module, parameters [experts, ...]. Those whose
     forward is one of its `ExpertsInterface` are given what the layer's router has chosen.
     """
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.requires_grad:
+                # A router's bias that is not learned. As a buffer it stays whole and in fp32.
+                delattr(module, name)
+                module.register_buffer(name, parameter.data)
     model.moe_layers = [
         module
         for module in model.modules()
@@ -552,7 +558,7 @@ def adjust_router_biases(model: nn.Module, rate: float) -> torch.Tensor:
     for layer, direction in zip(model.moe_layers, (mean - counts).sign()):
         for name, bias in layer.named_buffers():
             # Layers that another stage of a pipeline has are on the meta device.
-            if name.endswith("e_score_correction_bias") and not bias.is_meta:
+            if name.endswith(("e_score_correction_bias", "expert_bias")) and not bias.is_meta:
                 bias += rate * direction
     model.expert_counts.zero_()
     return (counts / mean).max()
@@ -788,12 +794,21 @@ def context_parallel_attention(
 
 def check_model(model: nn.Module, config: Config) -> None:
     """Refuse a model whose heads cannot be dealt over the ranks of a group."""
+    ranks = config.context_parallel
     heads = model.config.num_attention_heads
     key_value_heads = getattr(model.config, "num_key_value_heads", heads)
-    fewer = min(key_value_heads, config.context_parallel)
-    more = max(key_value_heads, config.context_parallel)
-    if heads % config.context_parallel or more % fewer:
-        common.refuse(f"--context_parallel must divide {heads} heads, and K/V heads or they it")
+    of_layers = getattr(model.config, "num_attention_heads_per_layer", None) or [heads]
+    if any(number % ranks for number in of_layers) or max(key_value_heads, ranks) % min(
+        key_value_heads, ranks
+    ):
+        common.refuse(
+            f"--context_parallel {ranks} must divide {heads} heads, and divide {key_value_heads} "
+            "key/value heads or be a multiple of them"
+        )
+    window = getattr(model.config, "sliding_window", None) or math.inf
+    multiple = math.lcm(config.pad_to_multiple_of, ranks)
+    if config.max_length + -config.max_length % multiple > window:
+        common.refuse(f"--max_length {config.max_length}, padded, exceeds the window of {window}")
 
 
 def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
@@ -1093,7 +1108,8 @@ def main() -> None:
         )
         for part in (training_rows, validation_rows)
     )
-    model_config = build_model_config(config, len(tokenizer), tokenizer.eos_token_id)
+    vocabulary_size = 1 + max(tokenizer.get_vocab().values())  # some leave out ids in between
+    model_config = build_model_config(config, vocabulary_size, tokenizer.eos_token_id)
     if config.steps == 0:
         print("the data is prepared")
         return

@@ -503,6 +503,12 @@ def find_experts(model: nn.Module) -> None:
     transformers keeps the experts of a layer in one module, parameters [experts, ...]. Those whose
     forward is one of its `ExpertsInterface` are given what the layer's router has chosen.
     """
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.requires_grad:
+                # A router's bias that is not learned. As a buffer it stays whole and in fp32.
+                delattr(module, name)
+                module.register_buffer(name, parameter.data)
     model.moe_layers = [
         module
         for module in model.modules()
@@ -564,7 +570,7 @@ def adjust_router_biases(model: nn.Module, rate: float) -> torch.Tensor:
     for layer, direction in zip(model.moe_layers, (mean - counts).sign()):
         for name, bias in layer.named_buffers():
             # Layers that another stage of a pipeline has are on the meta device.
-            if name.endswith("e_score_correction_bias") and not bias.is_meta:
+            if name.endswith(("e_score_correction_bias", "expert_bias")) and not bias.is_meta:
                 bias += rate * direction
     model.expert_counts.zero_()
     return (counts / mean).max()
@@ -1174,7 +1180,8 @@ def main() -> None:
         )
         for part in (training_rows, validation_rows)
     )
-    model_config = build_model_config(config, len(tokenizer), tokenizer.eos_token_id)
+    vocabulary_size = 1 + max(tokenizer.get_vocab().values())  # some leave out ids in between
+    model_config = build_model_config(config, vocabulary_size, tokenizer.eos_token_id)
     if config.steps == 0:
         print("the data is prepared")
         return

@@ -507,6 +507,12 @@ def find_experts(model: nn.Module) -> None:
     transformers keeps the experts of a layer in one module, parameters [experts, ...]. Those whose
     forward is one of its `ExpertsInterface` are given what the layer's router has chosen.
     """
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.requires_grad:
+                # A router's bias that is not learned. As a buffer it stays whole and in fp32.
+                delattr(module, name)
+                module.register_buffer(name, parameter.data)
     model.moe_layers = [
         module
         for module in model.modules()
@@ -568,7 +574,7 @@ def adjust_router_biases(model: nn.Module, rate: float) -> torch.Tensor:
     for layer, direction in zip(model.moe_layers, (mean - counts).sign()):
         for name, bias in layer.named_buffers():
             # Layers that another stage of a pipeline has are on the meta device.
-            if name.endswith("e_score_correction_bias") and not bias.is_meta:
+            if name.endswith(("e_score_correction_bias", "expert_bias")) and not bias.is_meta:
                 bias += rate * direction
     model.expert_counts.zero_()
     return (counts / mean).max()
@@ -743,18 +749,21 @@ def data_parallel_rank_and_size(config: Config) -> tuple[int, int]:
     return dist.get_rank() % size, size
 
 
-# What a model has beside its head. Others may do more before the first block, such as adding
-# positions, and every stage would do that again.
+# Every stage runs the model's own forward. What that does before the first block, each would do
+# again: by a module beside these, such as one for positions, or by a factor or dropout.
 DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
+DONE_AGAIN = {"embedding_multiplier": 1, "mup_enabled": False, "embedding_dropout": 0}
 
 
 def check_model(model: nn.Module, config: Config) -> None:
     """Refuse a model that has fewer blocks than stages, or that stages would compute wrongly."""
     parts = {name for name, _ in model.get_decoder().named_children()}
-    multiplier = getattr(model.config, "embedding_multiplier", 1)
-    if parts != DECODER_PARTS or multiplier != 1:
-        needed = f"{', '.join(sorted(DECODER_PARTS))} and no embedding_multiplier"
+    if parts != DECODER_PARTS:
+        needed = ", ".join(sorted(DECODER_PARTS))
         common.refuse(f"--model {config.model}: only models of {needed} can be cut into stages")
+    for setting, neutral in DONE_AGAIN.items():
+        if getattr(model.config, setting, neutral) != neutral:
+            common.refuse(f"--model {config.model}: its {setting} cannot be cut into stages")
     num_blocks = len(transformer_blocks(model))
     if num_blocks < config.pipeline_parallel:
         common.refuse(f"--pipeline_parallel {config.pipeline_parallel} exceeds {num_blocks} blocks")
@@ -869,8 +878,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         reshard_after_forward=False,
     )
 
-    # What is sent is told in advance. Else torch would run a forward more to find out, at each
-    # change between training and validation.
+    # What is sent is told in advance. Else torch would run a forward more to find out, for each new
+    # schedule: at every step and validation.
     hidden = torch.empty(
         (config.micro_batch_tokens, model.config.hidden_size),
         dtype=hidden_dtype,
@@ -977,7 +986,8 @@ def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
         # The tied embedding is one parameter, which the first stage counts.
         embedding = model.get_input_embeddings().weight
         counted = [parameter for parameter in counted if parameter is not embedding]
-    norm = nn.utils.get_total_norm([parameter.grad for parameter in counted])
+    gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
+    norm = nn.utils.get_total_norm(gradients)
     # NOTE: the norm is a DTensor too, and its local value may cover this rank's shards alone.
     norm = norm.full_tensor()  # a collective: every rank must call it
     norms = [torch.empty_like(norm) for _ in range(model.stage.num_stages)]
@@ -1217,7 +1227,8 @@ def main() -> None:
         )
         for part in (training_rows, validation_rows)
     )
-    model_config = build_model_config(config, len(tokenizer), tokenizer.eos_token_id)
+    vocabulary_size = 1 + max(tokenizer.get_vocab().values())  # some leave out ids in between
+    model_config = build_model_config(config, vocabulary_size, tokenizer.eos_token_id)
     if config.steps == 0:
         print("the data is prepared")
         return

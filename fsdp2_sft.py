@@ -357,7 +357,7 @@ def chat_tokenizer(name: str) -> tuple[Any, int]:
     and single tokens for what stands there between the texts. Also returns its length before.
     """
     tokenizer = copy.deepcopy(common.load_tokenizer(name))
-    known_ids = len(tokenizer)
+    known_ids = 1 + max(tokenizer.get_vocab().values())  # some leave out ids in between
     plain_eos_token = tokenizer.eos_token
     tokenizer.split_special_tokens = False  # those of the template are to be parsed
     if "endgeneration" not in str(tokenizer.chat_template):
@@ -413,10 +413,11 @@ def encode(
     if answers < all_answers:
         # A template may mark several stretches of one answer.
         stretches_per_answer = max(1, len(stretches) // all_answers)
-        stretches = stretches[-answers * stretches_per_answer :]
+        stretches = stretches[(all_answers - answers) * stretches_per_answer :]
+    starts, ends = offsets.T
+    starts = np.minimum(starts, np.roll(ends, 1))  # some tokenizers leave out blanks between tokens
     for begin, end in stretches:
-        not_empty = offsets[:, 0] < offsets[:, 1]
-        learned |= not_empty & (offsets[:, 0] < end) & (offsets[:, 1] > begin)
+        learned |= (starts < ends) & (starts < end) & (ends > begin)
     return np.array(encoding.ids, np.uint32), learned
 
 
@@ -752,6 +753,12 @@ def find_experts(model: nn.Module) -> None:
     transformers keeps the experts of a layer in one module, parameters [experts, ...]. Those whose
     forward is one of its `ExpertsInterface` are given what the layer's router has chosen.
     """
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.requires_grad:
+                # A router's bias that is not learned. As a buffer it stays whole and in fp32.
+                delattr(module, name)
+                module.register_buffer(name, parameter.data)
     model.moe_layers = [
         module
         for module in model.modules()
@@ -813,7 +820,7 @@ def adjust_router_biases(model: nn.Module, rate: float) -> torch.Tensor:
     for layer, direction in zip(model.moe_layers, (mean - counts).sign()):
         for name, bias in layer.named_buffers():
             # Layers that another stage of a pipeline has are on the meta device.
-            if name.endswith("e_score_correction_bias") and not bias.is_meta:
+            if name.endswith(("e_score_correction_bias", "expert_bias")) and not bias.is_meta:
                 bias += rate * direction
     model.expert_counts.zero_()
     return (counts / mean).max()
@@ -1268,9 +1275,10 @@ def main() -> None:
     # Preparing data may take long, so it comes before the ranks meet and wait for each other: the
     # first rank of a node does it, the others find it in the cache.
     tokenizer, known_ids = chat_tokenizer(config.tokenizer)
-    if config.init_from and len(tokenizer) > known_ids:
+    vocabulary_size = 1 + max(tokenizer.get_vocab().values())
+    if config.init_from and vocabulary_size > known_ids:
         # The tokens of the template are new to the model: it needs embeddings for them.
-        sizes = (known_ids, len(tokenizer))
+        sizes = (known_ids, vocabulary_size)
         config.init_from = common.change_once(config.init_from, "grown", grow_vocabulary, *sizes)
         config.model = config.init_from
     rows = common.load_rows(
@@ -1297,7 +1305,7 @@ def main() -> None:
         )
         for part in (training_rows, validation_rows)
     )
-    model_config = build_model_config(config, len(tokenizer), tokenizer.eos_token_id)
+    model_config = build_model_config(config, vocabulary_size, tokenizer.eos_token_id)
     if config.steps == 0:
         print("the data is prepared")
         return

@@ -11,8 +11,8 @@ block computes, a T-th of it; between layers a T-th of each row.
 
 What moves inside a block, with A the bytes of [tokens, hidden size]: all-gathers and
 reduce-scatters of 8A(T-1)/T in forward and backward, 11A if blocks are computed again. Nothing
-hides them, so the T ranks belong in one node (Megatron-LM, arXiv 1909.08053; sequence parallelism,
-arXiv 2205.05198).
+hides them here, so the T ranks belong in one node (Megatron-LM, arXiv 1909.08053; sequence
+parallelism, arXiv 2205.05198).
 
 What moves in a step, with P the bytes of a T-th of the model: before a block's forward and again
 before its backward an all-gather of its parameters, at most 2P(N-1)/N in all; after its backward a
@@ -181,7 +181,10 @@ class Config:
         # wrong, without a word, and blocks that are computed again as a whole failed.
         length = self.micro_batch_tokens if self.batching == "packed" else multiple
         if self.compile and length % self.tensor_parallel:
-            raise ValueError("--compile needs rows whose length --tensor_parallel divides")
+            raise ValueError(
+                "--compile needs rows whose length --tensor_parallel divides: set "
+                "--pad_to_multiple_of, or for packed rows --micro_batch_tokens, to a multiple of it"
+            )
         if self.compile and self.activation_checkpointing not in ("none", "selective"):
             raise ValueError("--compile takes --activation_checkpointing none or selective")
         if self.precision == "float8":
@@ -502,6 +505,12 @@ def find_experts(model: nn.Module) -> None:
     transformers keeps the experts of a layer in one module, parameters [experts, ...]. Those whose
     forward is one of its `ExpertsInterface` are given what the layer's router has chosen.
     """
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.requires_grad:
+                # A router's bias that is not learned. As a buffer it stays whole and in fp32.
+                delattr(module, name)
+                module.register_buffer(name, parameter.data)
     model.moe_layers = [
         module
         for module in model.modules()
@@ -563,7 +572,7 @@ def adjust_router_biases(model: nn.Module, rate: float) -> torch.Tensor:
     for layer, direction in zip(model.moe_layers, (mean - counts).sign()):
         for name, bias in layer.named_buffers():
             # Layers that another stage of a pipeline has are on the meta device.
-            if name.endswith("e_score_correction_bias") and not bias.is_meta:
+            if name.endswith(("e_score_correction_bias", "expert_bias")) and not bias.is_meta:
                 bias += rate * direction
     model.expert_counts.zero_()
     return (counts / mean).max()
@@ -1134,7 +1143,8 @@ def main() -> None:
         )
         for part in (training_rows, validation_rows)
     )
-    model_config = build_model_config(config, len(tokenizer), tokenizer.eos_token_id)
+    vocabulary_size = 1 + max(tokenizer.get_vocab().values())  # some leave out ids in between
+    model_config = build_model_config(config, vocabulary_size, tokenizer.eos_token_id)
     if config.steps == 0:
         print("the data is prepared")
         return

@@ -261,7 +261,7 @@ LESSONS: dict[tuple[str, str], list[tuple[str, list[str]]]] = {
         (
             "The tokens of the template are new ids. A model that does not know them gets rows for "
             "them, drawn with mean and covariance of the old rows.",
-            ["grow_vocabulary"],
+            ["grow_vocabulary", "some leave out ids"],
         ),
         (
             "The data: the same batches, with labels of -100 on all that is not the assistant's. "

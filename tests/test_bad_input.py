@@ -1,7 +1,10 @@
 """What a user can get wrong ends in one clear line, exit code 2, and no hang."""
 
+import contextlib
+import itertools
 import re
 import time
+from types import SimpleNamespace
 
 import pytest
 from conftest import (
@@ -14,11 +17,16 @@ from conftest import (
     torchrun,
 )
 from transformers import (
+    AfmoeConfig,
     AriaTextConfig,
     BloomConfig,
     GPT2Config,
     GraniteConfig,
+    Starcoder2Config,
 )
+
+import common
+import fsdp2_cp_pretrain
 
 BASE = {**SMALL, "steps": 2, "eval_every": 2}
 
@@ -80,14 +88,22 @@ CASES = {
     ),
     "positions before the blocks": (
         PP | {"pipeline_parallel": 1, "model": "FOLDER/gpt2"},
-        "gpt2: only models of embed_tokens, layers, norm, rotary_emb and no embedding_multiplier",
+        "gpt2: only models of embed_tokens, layers, norm, rotary_emb can be cut into stages",
     ),
     "scaled before the blocks": (
         PP | {"pipeline_parallel": 1, "model": "FOLDER/granite"},
-        "granite: only models of .* can be cut into stages",
+        "granite: its embedding_multiplier cannot be cut into stages",
+    ),
+    "multiplied before the blocks": (
+        PP | {"pipeline_parallel": 1, "model": "FOLDER/afmoe"},
+        "afmoe: its mup_enabled cannot be cut into stages",
+    ),
+    "dropped before the blocks": (
+        PP | {"pipeline_parallel": 1, "model": "FOLDER/starcoder2"},
+        "starcoder2: its embedding_dropout cannot be cut into stages",
     ),
     "experts shared by more than all": (EP, "--expert_parallel 2 must divide 1 ranks"),
-    "no experts": (EP | {"expert_parallel": 1}, "shallow has no experts that transformers keeps"),
+    "no experts": (EP | {"expert_parallel": 1}, "shallow has no experts that go through"),
     "other experts": (
         EP | {"expert_parallel": 1, "model": "FOLDER/aria"},
         "aria: its AriaExperts cannot be dealt",
@@ -211,6 +227,9 @@ def commands(tmp_path_factory, corpus, weights_directory) -> dict[str, tuple[str
     sizes = {"vocab_size": 320, "n_embd": 32, "n_layer": 2, "n_head": 4}
     GPT2Config(**sizes, bos_token_id=None, eos_token_id=None).save_pretrained(folder / "gpt2")
     GraniteConfig(**SIZES, embedding_multiplier=12.0).save_pretrained(folder / "granite")
+    AfmoeConfig(**SIZES, mup_enabled=True).save_pretrained(folder / "afmoe")
+    none = {"bos_token_id": None, "eos_token_id": None}
+    Starcoder2Config(**SIZES, **none, embedding_dropout=0.1).save_pretrained(folder / "starcoder2")
     good = BASE | {"dataset": corpus, "run_dir": "FOLDER/run", "model": "FOLDER/shallow"}
     small_mixture().save_pretrained(folder / "mixture")
     AriaTextConfig(
@@ -249,9 +268,9 @@ def test_bad_input_is_one_line_and_exit_code_2(commands, name, monkeypatch, tmp_
             3,
             CP | {"context_parallel": 3},
             (4, 2),
-            "--context_parallel must divide 4 heads, and K/V",
+            "--context_parallel 3 must divide 4 heads, and divide",
         ),
-        (2, CP, (6, 3), "must divide 6 heads, and K/V heads or they it"),
+        (2, CP, (6, 3), "must divide 6 heads, and divide 3 key/value heads or be a multiple"),
         (4, PP | {"pipeline_parallel": 4}, (4, 2), "--pipeline_parallel 4 exceeds 2 blocks"),
         (3, PP, (4, 2), "--pipeline_parallel 2 must divide 3 ranks"),
         (
@@ -304,3 +323,31 @@ def test_under_torchrun_it_is_said_once_and_ends_within_30_seconds(commands, nam
     assert len(said) == 1, done.stderr
     assert "exitcode  : 2" in done.stderr
     assert "common.py" not in done.stderr  # no traceback of ours
+
+
+@pytest.mark.parametrize(
+    "ranks, shape, refusal",
+    [
+        (
+            4,
+            {"num_attention_heads_per_layer": [8, 6]},
+            "must divide 8 heads, and divide 4 key/value",
+        ),
+        (2, {"num_attention_heads_per_layer": [8, 6]}, None),
+        (3, {"num_attention_heads": 6, "num_key_value_heads": 3, "sliding_window": 66}, None),
+        (
+            3,
+            {"num_attention_heads": 6, "num_key_value_heads": 3, "sliding_window": 64},
+            "--max_length 64, padded, exceeds the window of 64",
+        ),
+        (2, {"sliding_window": 64}, None),
+    ],
+    ids=itertools.count(),
+)
+def test_what_ranks_that_share_rows_can_compute(ranks, shape, refusal):
+    """Heads of each layer; and 64 tokens become 66 where three ranks have to divide them."""
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 4} | shape
+    model = SimpleNamespace(config=SimpleNamespace(**shape))
+    config = fsdp2_cp_pretrain.Config(steps=0, context_parallel=ranks, max_length=64)
+    with pytest.raises(common.Refusal, match=refusal) if refusal else contextlib.nullcontext():
+        fsdp2_cp_pretrain.check_model(model, config)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import EXPERTS, RUN_FLAGS, SCRIPTS, SIZES, SMALL, launch, metrics, small_mixture, tree
 from safetensors.torch import load_file, save_file
+from test_types import plain_model
 from transformers import (
     AutoModelForCausalLM,
     Ernie4_5_MoeConfig,
@@ -65,9 +66,25 @@ def test_decay_spares_what_is_added_to_scores(tmp_path):
     model = build(str(tmp_path))
     names = dict(model.named_parameters()).keys()
     kept = names - script.weight_decay_names(model)
-    assert any("e_score_correction_bias" in name for name in names)
     assert all("bias" in name or "norm" in name or "embed" in name for name in kept)
     assert not any("bias" in name for name in names - kept)
+
+
+@pytest.mark.parametrize("name", ["afmoe", "ernie4_5_moe", "laguna"])
+def test_a_bias_that_is_a_frozen_parameter_is_a_buffer_here(name, tmp_path):
+    """So it stays in fp32, where FSDP2 would cast it, and is moved. Files have the same names."""
+    plain = plain_model(name)
+    plain.config.save_pretrained(tmp_path)
+    model = build(str(tmp_path))
+    script.initialize(model.modules(), model, torch.device("cpu"))
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    ends = ("e_score_correction_bias", "expert_bias")
+    biases = [bias for name, bias in model.named_buffers() if name.endswith(ends)]
+    assert len(biases) == len(model.moe_layers) > 0
+    model.expert_counts = torch.tensor([[5, 3, 4, 4]] * len(biases))
+    script.adjust_router_biases(model, 0.25)
+    assert all(bias.flatten().tolist() == [-0.25, 0.25, 0.0, 0.0] for bias in biases)
 
 
 def test_a_count_moves_each_bias_towards_the_mean(tmp_path):

@@ -341,6 +341,21 @@ def test_damage_is_noticed(copied, name, how):
     assert common.damage(path) is not None
 
 
+def test_a_file_that_cannot_be_read_is_damage(copied, monkeypatch):
+    def fails(file: Path) -> str:
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(common, "sum_of", fails)
+    assert "Permission denied" in common.damage(copied / "checkpoints/step_00000006")
+
+
+def test_the_newest_checkpoint_may_be_named_in_another_way(flags, copied):
+    path = copied / "checkpoints" / ".." / "checkpoints/step_00000006"
+    done = launch(0, "fsdp2_pretrain", flags | {"run_dir": copied, "resume": path})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"going on from {path}" in done.stdout
+
+
 def test_auto_takes_the_newest_undamaged_checkpoint(flags, whole, copied):
     newest = copied / "checkpoints/step_00000006"
     harm(newest, "__0_0.distcp", "flipped")

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import SMALL, launch, make_batches, metrics, small_shape
 from test_data import refused
+from tokenizers import processors
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, Qwen2ForCausalLM
 from transformers.utils import logging
@@ -234,9 +235,12 @@ def test_a_hub_models_template_comes_along(tmp_path, monkeypatch):
     Qwen2ForCausalLM(small_shape()).save_pretrained(hub)
     save_base(hub, None, TEMPLATES["headers"], ("<|header|>", "<|eot|>"))
 
-    def download(name: str, allow_patterns: list[str]) -> str:
+    (hub / "consolidated.safetensors").write_text("the same once more, under other names")
+
+    def download(name: str, allow_patterns: list[str], ignore_patterns: str) -> str:
         assert name == "someone/chat"
-        kept = [path for pattern in allow_patterns for path in hub.glob(pattern)]
+        kept = {path for pattern in allow_patterns for path in hub.glob(pattern)}
+        kept -= {*hub.glob(ignore_patterns)}
         shutil.copytree(hub, here, ignore=lambda _, names: {*names} - {p.name for p in kept})
         return str(here)
 
@@ -244,6 +248,30 @@ def test_a_hub_models_template_comes_along(tmp_path, monkeypatch):
     tokenizer, known = fsdp2_sft.chat_tokenizer(common.fetch_weights("someone/chat"))
     assert tokenizer.chat_template == TEMPLATES["headers"]
     assert len(tokenizer) == known + 1  # a pad token alone, none of our own template
+    assert {path.name for path in here.glob("*.safetensors")} == {"model.safetensors"}
+
+
+def test_blanks_are_learned_if_the_tokenizer_counts_them_to_no_token(tmp_path):
+    """The default of a byte-level post-processor: a token of blanks alone is at no characters."""
+    made, _ = fsdp2_sft.chat_tokenizer("bytes")
+    answer = "if x:\n    y\n    z"
+    for trim in (False, True):
+        made.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
+        turns = said(("user", " é "), ("assistant", answer), ("user", "\n"), ("assistant", " "))
+        [(tokens, learned, *_)] = fsdp2_sft.chat_rows({"messages": turns}, made, 99)
+        assert made.decode(tokens[learned]) == f"{answer}<|im_end|> <|im_end|>"
+
+
+def test_a_tokenizer_that_leaves_out_ids_keeps_all_its_tokens(tmp_path):
+    """As that of Phi-4-mini: what is new comes after the largest id, not after their number."""
+    base = Path(save_base(tmp_path))
+    content = json.loads((base / "tokenizer.json").read_text())
+    content["model"]["vocab"]["<|far|>"] = 400
+    content["added_tokens"].append(content["added_tokens"][0] | {"id": 400, "content": "<|far|>"})
+    (base / "tokenizer.json").write_text(json.dumps(content))
+    made, known = fsdp2_sft.chat_tokenizer(str(base))
+    assert known == 401 and len(made) < 401
+    assert made.convert_tokens_to_ids("<|im_start|>") >= 401
 
 
 def test_the_end_of_a_turn_is_the_token_that_ends_what_is_learned(tmp_path):
@@ -293,6 +321,9 @@ def test_a_template_with_more_stretches_than_answers(tmp_path):
     turns = said(("user", "1"), ("assistant", "first"), ("user", "2"), ("assistant", "second"))
     [(tokens, learned, *_)] = fsdp2_sft.chat_rows({"messages": turns}, made, 99)
     assert made.decode(tokens[learned]) == "first<|eot|>second<|eot|><|eot|>"
+    row = {"prompt": turns[:3], "completion": "second"}
+    [(tokens, learned, *_)] = fsdp2_sft.chat_rows(row, made, 99)
+    assert made.decode(tokens[learned]) == "second<|eot|><|eot|>"
     assert made.pad_token not in ("<|seen|>", "<|eot|>")
     for forged in ("<A>", "<U>", "<|seen|>"):
         with pytest.raises(ValueError, match="spell out a special token"):
@@ -643,6 +674,7 @@ def test_new_rows_have_the_mean_and_the_covariance_of_the_old(tied, tmp_path):
     grow = functools.partial(common.change_once, str(tmp_path), "grown", fsdp2_sft.grow_vocabulary)
     directory = grow(490, 4000)
     assert grow(490, 4000) == directory != grow(490, 4001)
+    assert directory != common.change_once(str(tmp_path), "grown", lambda *_: None, 490, 4000)
     new = AutoModelForCausalLM.from_pretrained(directory)
     assert new.config.vocab_size == 4032 and new.config.tie_word_embeddings == tied
     for which in ("get_input_embeddings", "get_output_embeddings"):

@@ -181,6 +181,7 @@ def two_ranks(flags: dict, folders: list[Path], changes: list[dict]) -> list[tup
         "a flag",
         pytest.param("the data", marks=pytest.mark.drill),
         pytest.param("the directory", marks=pytest.mark.drill),
+        pytest.param("its checkpoints", marks=pytest.mark.drill),
     ],
 )
 def test_ranks_of_unlike_flags_or_data_are_refused(flags, texts, tmp_path, what):
@@ -191,20 +192,25 @@ def test_ranks_of_unlike_flags_or_data_are_refused(flags, texts, tmp_path, what)
         removed = number if what == "the data" else 0
         (folder / "documents.jsonl").write_text("".join(lines[removed:]))
     flags = flags | {"global_batch_tokens": 1024, "dataset": "documents.jsonl", "run_dir": "run"}
+    if what == "its checkpoints":
+        (folders[0] / "run/checkpoints/step_00000002").mkdir(parents=True)
     changes = [{}, {"seed": 7} if what == "a flag" else {}]
     expected = "another model, tokenizer or data than rank 0"
     if what == "a flag":
         expected = "rank 1 has another seed than rank 0: 7, 0"
+    if what == "its checkpoints":  # which rank 0 alone sees
+        expected = "no undamaged checkpoint to go on from"
     if what == "the directory":
         expected = "--run_dir run has to be the same directory on all nodes"
     for code, said in two_ranks(flags, folders, changes):
         assert code == 2 and expected in said, said
         assert "Traceback" not in said and said.count("error: ") == 1
-    assert (folders[0] / "run").exists() == (what == "the directory")
+    assert (folders[0] / "run").exists() == (what in ("the directory", "its checkpoints"))
+    assert (folders[1] / "run").exists() is False
 
 
 def test_an_upgrade_of_transformers_is_no_other_run(whole, shape_directory):
-    rows = type("Rows", (), {"digest": common.np.arange(3)})
+    rows = type("Rows", (), {"digest": common.np.arange(3), "lengths": common.np.arange(3)})
     tokenizer = common.load_tokenizer("bytes")
     descriptions = []
     for version in ("5.0.0", "6.0.0"):

@@ -108,7 +108,8 @@ def micro_batches(batching: str) -> list[dict[str, Any]]:
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     found = {}
     for name, parameter in model.named_parameters():
-        found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if parameter.requires_grad:  # a router's bias may be a parameter that is not
+            found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     return found
 
 
