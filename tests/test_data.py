@@ -1,6 +1,7 @@
 """Data side: tokenizers, cache, split, plans, collate, attention within documents."""
 
 import gzip
+import importlib
 import json
 import re
 import subprocess
@@ -182,6 +183,19 @@ def test_stdlib_corpus_holds_the_functions_of_the_standard_library():
     found = {d["text"] for d in common.standard_library_documents([textwrap.__file__], "")}
     assert inspect.getsource(textwrap.dedent) in found
     assert inspect.getsource(textwrap.TextWrapper) in found
+
+
+def test_an_edited_embedded_corpus_is_made_anew(tmp_path, monkeypatch):
+    """datasets knows a function of a module by its name alone."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for text in ("short", "a longer text"):
+        source = f"def documents(files, version):\n    yield {{'text': {text!r}}}\n"
+        (tmp_path / "own_corpus.py").write_text(source)
+        sys.modules.pop("own_corpus", None)
+        importlib.invalidate_caches()
+        function = importlib.import_module("own_corpus").documents
+        monkeypatch.setitem(common.EMBEDDED, "own", function)
+        assert {*common.open_dataset("own", None, "train")["text"]} == {text}
 
 
 FORMS = ["data.parquet", "data.jsonl", "data.json", "data.txt", "data.csv", "part*.jsonl"]
