@@ -798,16 +798,15 @@ def check_model(model: nn.Module, config: Config) -> None:
     heads = model.config.num_attention_heads
     key_value_heads = getattr(model.config, "num_key_value_heads", heads)
     of_layers = getattr(model.config, "num_attention_heads_per_layer", None) or [heads]
-    if any(number % ranks for number in of_layers) or max(key_value_heads, ranks) % min(
-        key_value_heads, ranks
-    ):
+    fewer, more = sorted([key_value_heads, ranks])
+    if any(number % ranks for number in of_layers) or more % fewer:
         common.refuse(
             f"--context_parallel {ranks} must divide {heads} heads, and divide {key_value_heads} "
             "key/value heads or be a multiple of them"
         )
     window = getattr(model.config, "sliding_window", None) or math.inf
-    multiple = math.lcm(config.pad_to_multiple_of, ranks)
-    if config.max_length + -config.max_length % multiple > window:
+    padding = -config.max_length % math.lcm(config.pad_to_multiple_of, ranks)
+    if config.batching == "bucketed" and config.max_length + padding > window:
         common.refuse(f"--max_length {config.max_length}, padded, exceeds the window of {window}")
 
 
