@@ -1411,7 +1411,8 @@ class Run:
                 self.open_files(resumed, step)
             self.trace(step)
             if self.flags["wandb_project"]:
-                self.begin_wandb()
+                with refusing("--wandb_project"):
+                    self.begin_wandb()
         dist.barrier()
         file = self.directory / "metrics.jsonl"
         inodes = gather(file.stat().st_ino if file.exists() else None)
@@ -1435,11 +1436,10 @@ class Run:
     def begin_wandb(self) -> None:
         import wandb
 
-        # One id as long as the directory lives, so that a resumed run goes on in wandb too.
-        inode = os.fstat(self.metrics.fileno()).st_ino
         self.wandb = wandb.init(
             project=self.flags["wandb_project"],
-            id=fingerprint(inode, self.flags["run_dir"])[:16],
+            # One id as long as the directory lives, so that a resumed run goes on in wandb too.
+            id=fingerprint(os.fstat(self.metrics.fileno()).st_ino, self.flags["run_dir"]),
             dir=self.directory,
             config=self.facts,
             resume="allow",

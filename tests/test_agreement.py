@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import subprocess
 import sys
 import warnings
@@ -376,3 +377,17 @@ def test_one_process_without_torchrun_and_wandb_offline(corpus, shape_directory,
     content = log.read_bytes()
     for key in (b"validation_bits_per_byte", b"grad_norm"):
         assert key in content
+
+
+@pytest.mark.drill
+def test_wandb_without_a_key_is_said_in_one_line(corpus, shape_directory, tmp_path):
+    words = RUN_FLAGS | {"dataset": corpus, "model": shape_directory, "run_dir": tmp_path / "run"}
+    command = [sys.executable, "ddp_pretrain.py", *arguments(words | {"wandb_project": "tests"})]
+    variables = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
+    variables |= {"NETRC": str(tmp_path / "no file")}
+    done = subprocess.run(
+        command, cwd=ROOT, env=variables, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert line.startswith("error: --wandb_project: No API key configured")
