@@ -831,7 +831,7 @@ def choose_dimension(shards: int, parameter: nn.Parameter) -> Shard:
     Where experts do not go into the shards evenly, some would be padded to the size of the others.
     """
     own_experts, rows, _ = parameter.to_local().shape
-    by_rows = own_experts % shards and rows % shards == 0
+    by_rows = own_experts % shards != 0 and rows % shards == 0
     return Shard(1 if by_rows else 0)
 
 

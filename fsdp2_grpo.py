@@ -392,7 +392,7 @@ def chat_tokenizer(name: str) -> tuple[Any, int]:
 
     A template of its own is how a model has learned to be asked, so it is taken as it is. Without
     one the tokenizer gets TEMPLATE, and single tokens for what stands there between the texts. Also
-    returns its length before.
+    returns the first id that was free before.
     """
     tokenizer = copy.deepcopy(common.load_tokenizer(name))
     known_ids = 1 + max(tokenizer.get_vocab().values())  # some leave out ids in between

@@ -763,7 +763,7 @@ def check_model(model: nn.Module, config: Config) -> None:
         common.refuse(f"--model {config.model}: only models of {needed} can be cut into stages")
     for setting, neutral in DONE_AGAIN.items():
         if getattr(model.config, setting, neutral) != neutral:
-            common.refuse(f"--model {config.model}: its {setting} cannot be cut into stages")
+            common.refuse(f"--model {config.model}: each stage would apply its {setting} again")
     num_blocks = len(transformer_blocks(model))
     if num_blocks < config.pipeline_parallel:
         common.refuse(f"--pipeline_parallel {config.pipeline_parallel} exceeds {num_blocks} blocks")

@@ -354,7 +354,8 @@ def chat_tokenizer(name: str) -> tuple[Any, int]:
     """The tokenizer with a chat template, the end of a turn as eos token, and a pad token.
 
     A template of its own that marks the assistant's tokens is taken as it is. Else it gets TEMPLATE
-    and single tokens for what stands there between the texts. Also returns its length before.
+    and single tokens for what stands there between the texts. Also returns the first id that was
+    free before.
     """
     tokenizer = copy.deepcopy(common.load_tokenizer(name))
     known_ids = 1 + max(tokenizer.get_vocab().values())  # some leave out ids in between

@@ -90,18 +90,17 @@ CASES = {
         PP | {"pipeline_parallel": 1, "model": "FOLDER/gpt2"},
         "gpt2: only models of embed_tokens, layers, norm, rotary_emb can be cut into stages",
     ),
-    "scaled before the blocks": (
-        PP | {"pipeline_parallel": 1, "model": "FOLDER/granite"},
-        "granite: its embedding_multiplier cannot be cut into stages",
-    ),
-    "multiplied before the blocks": (
-        PP | {"pipeline_parallel": 1, "model": "FOLDER/afmoe"},
-        "afmoe: its mup_enabled cannot be cut into stages",
-    ),
-    "dropped before the blocks": (
-        PP | {"pipeline_parallel": 1, "model": "FOLDER/starcoder2"},
-        "starcoder2: its embedding_dropout cannot be cut into stages",
-    ),
+    **{
+        f"{setting} of stages": (
+            PP | {"pipeline_parallel": 1, "model": f"FOLDER/{model}"},
+            f"{model}: each stage would apply its {setting} again",
+        )
+        for model, setting in {
+            "granite": "embedding_multiplier",
+            "afmoe": "mup_enabled",
+            "starcoder2": "embedding_dropout",
+        }.items()
+    },
     "experts shared by more than all": (EP, "--expert_parallel 2 must divide 1 ranks"),
     "no experts": (EP | {"expert_parallel": 1}, "shallow has no experts that go through"),
     "other experts": (

@@ -6,6 +6,7 @@ And weights whose files hold experts one by one.
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from transformers import (
 )
 
 import common
+import fsdp2_ep_pretrain
 import fsdp2_pretrain as script
 
 
@@ -54,6 +56,15 @@ def test_experts_that_kernels_do_not_take_are_refused(tmp_path):
     small_mixture(intermediate_size=36).save_pretrained(tmp_path)
     with pytest.raises(common.Refusal, match=r"sizes of experts have to be multiples of 8, not \["):
         build(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "shards, shape, dimension",
+    [(2, (4, 6, 5), 0), (3, (4, 6, 5), 1), (4, (2, 8, 5), 1), (3, (4, 8, 5), 0), (1, (4, 6, 5), 0)],
+)
+def test_experts_that_do_not_go_into_the_shards_are_cut_by_rows(shards, shape, dimension):
+    part = SimpleNamespace(to_local=lambda: torch.empty(shape))
+    assert fsdp2_ep_pretrain.choose_dimension(shards, part).dim == dimension
 
 
 def test_decay_spares_what_is_added_to_scores(tmp_path):
