@@ -1,27 +1,29 @@
-"""Reinforcement learning with FSDP2 (GRPO): fsdp2_sft.py, on answers that the model samples itself.
+"""Reinforcement learning with FSDP2 (GRPO): fsdp2_sft.py on answers that the model samples itself.
 
     torchrun --standalone --nproc-per-node=2 fsdp2_grpo.py --init_from runs/fsdp2_sft
 
-`diff fsdp2_sft.py fsdp2_grpo.py` is what reinforcement learning changes: where answers come from,
-the loss, and that a model which is in shards has to sample.
+When to use it: a program can tell good answers from bad ones, and a fine-tuned model already finds
+some of the good ones. Read fsdp2_sft.py before it. `diff fsdp2_sft.py fsdp2_grpo.py` shows what
+reinforcement learning changes: where the answers come from, the loss, and that a sharded model has
+to sample.
 
-A step samples a group of answers to each of some prompts, and `reward` gives each of them a number.
-The advantage of an answer is its reward less the mean of its group, so no second model has to learn
-what a prompt is worth (GRPO, arXiv 2402.03300). Tokens of answers that are better than their group
-become likelier, those of worse ones less likely. Nothing is divided by the deviation of the group,
-which would make a rare slip at an easy prompt count as much as a prompt in doubt, nor by the length
-of an answer (Dr. GRPO, arXiv 2503.20783). The sum over all tokens is divided by their number, so
-every token of the global batch counts the same (DAPO, arXiv 2503.14476).
+In each step the model samples a group of answers to each of some prompts, and `reward` scores them.
+The advantage of an answer is its reward minus the mean reward of its group, so there is no second
+model that learns what to expect of a prompt (GRPO, arXiv 2402.03300). Training makes the tokens of
+better answers more likely, and those of worse answers less likely. Advantages are not divided by
+the standard deviation of the group, which would make a rare mistake on an easy prompt count as much
+as a prompt in doubt, nor by the length of the answer (Dr. GRPO, arXiv 2503.20783). The loss of a
+step is the sum over all tokens divided by their number, so every token of the global batch counts
+the same (DAPO, arXiv 2503.14476).
 
-What a rank keeps: 1/N of all parameters, gradients and AdamW moments (N ranks); while a block
-computes, that block's parameters whole. While answers are sampled: all parameters whole, and keys
-and values of --sample_prompts x --answers rows, prompt and answer, 2 x layers x key-value heads x
-head size a token. With --reference_weight 1/N of a second model's parameters.
+Memory per rank, with N ranks: 1/N of the parameters, gradients and AdamW moments. While a block
+trains, its unsharded parameters as well. While answers are sampled, all parameters unsharded, and
+keys and values for the prompts and answers of --sample_prompts x --answers sequences: 2 x layers x
+key-value heads x head size numbers per token. --reference_weight adds 1/N of a second model.
 
-What moves in a step, with P the bytes of the model: one all-gather of all parameters, P(N-1)/N;
-then nothing while a rank samples, however long its answers are; the tokens of the answers, to all
-ranks; and for each inner step what fsdp2_sft.py moves (with --reference_weight also, once, an
-all-gather of the second model for each micro-batch).
+Communication volume per step, with P the bytes of the parameters: one all-gather of all parameters,
+P(N-1)/N, and nothing more while a rank samples, however long its answers are. Then the tokens of
+the answers go to all ranks. Each inner step communicates as fsdp2_pretrain.py does, 3P(N-1)/N.
 """
 
 import ast
@@ -40,664 +42,43 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
+from types import SimpleNamespace
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
 )
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import DynamicCache
-from transformers.integrations.sdpa_attention import repeat_kv
-from transformers.utils.chat_template_utils import render_jinja_template
 
 import common
 from common import flag
 
 # --- Config ---------------------------------------------------------------------------------------
 
-# What the end of a run suggests to try next.
 NEXT_COMMAND = "README.md shows how to chat with {run_dir}/hf"
-
-
-@dataclass(config=ConfigDict(allow_inf_nan=False))
-class Config:
-    # model
-    model: str = flag(
-        "tiny",
-        "tiny, qwen2-0.5b; tiny-moe, qwen3-30b-a3b (mixtures of experts); or a directory or hub id "
-        "with a config.json",
-    )
-    init_from: str | None = flag(
-        None,
-        "weights to start from: a run directory, or a Hugging Face directory or hub id. Its model "
-        "and tokenizer take the place of --model and --tokenizer, unless these are given",
-    )
-    tokenizer: str = flag("bytes", "bytes, a tiktoken encoding (gpt2), or a directory or hub id")
-
-    # data
-    dataset: str = flag(
-        "stdlib-docstrings", "stdlib-docstrings, hub id, or .parquet .jsonl file, glob or URL"
-    )
-    dataset_config: str | None = flag(None, "configuration name of a hub dataset")
-    dataset_split: str = flag("train", "split, as in datasets.load_dataset")
-    max_length: PositiveInt = flag(
-        512, "longest row in tokens, prompt and answer; longer prompts are left out"
-    )
-    answer_length: PositiveInt = flag(
-        128, "longest answer in tokens; one that has not ended by then gets a reward of 0"
-    )
-    pad_to_multiple_of: PositiveInt = flag(1, "row lengths are rounded up to a multiple of this")
-    batching: Literal["bucketed", "packed"] = flag(
-        "bucketed",
-        "bucketed: rows of similar length, padded on the right; packed: whole documents fill one "
-        "row, and attention stays within each",
-    )
-    micro_batch_tokens: PositiveInt = flag(
-        4096, "token positions of one forward pass of one rank, padding included"
-    )
-
-    # sampling and reward
-    prompts: PositiveInt = flag(16, "prompts of a step, over all ranks")
-    answers: Annotated[int, Field(ge=2)] = flag(8, "answers to each prompt, a group")
-    sample_prompts: PositiveInt = flag(
-        16, "prompts that a rank samples answers to at a time: sets the memory of keys and values"
-    )
-    inner_steps: PositiveInt = flag(1, "optimizer steps of a step, each on all of its answers")
-    clip_low: Annotated[float, Field(ge=0, le=1)] = flag(
-        0.2,
-        "lower bound of a token's ratio (its probability now, by that when the step began) is 1 "
-        "less this; it matters from the second inner step on",
-    )
-    clip_high: NonNegativeFloat = flag(0.28, "upper bound of that ratio is 1 plus this")
-    reference_weight: NonNegativeFloat = flag(
-        0.0,
-        "weight in the loss of the divergence from the model of --init_from; above 0 that model is "
-        "kept too, in shards",
-    )
-
-    # optimization
-    steps: Annotated[int, Field(ge=0, lt=10**8)] = flag(
-        80, "steps of the whole run, each with new answers; 0 prepares the data and ends"
-    )
-    learning_rate: PositiveFloat = flag(5e-4, "peak learning rate of AdamW")
-    min_learning_rate: NonNegativeFloat = flag(5e-5, "learning rate at the end of the cosine")
-    warmup_steps: NonNegativeInt = flag(5, "steps of linear warm-up")
-    weight_decay: NonNegativeFloat = flag(
-        0.1, "weight decay of matrices; embeddings, norms and biases have none"
-    )
-    grad_clip: NonNegativeFloat = flag(1.0, "clip gradients to this norm; 0 does not clip")
-    balance_rate: NonNegativeFloat = flag(
-        1e-3,
-        "how much a step moves the bias of a router, so that experts get equally many tokens; for "
-        "mixtures of experts that have one (DeepSeek-V3: 0.001, in many more steps)",
-    )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = flag(0, "seed of initial weights and data order")
-
-    # precision, memory and speed
-    precision: Literal["auto", "fp32", "bf16", "float8"] = flag(
-        "auto",
-        "precision of compute; auto is bf16 on GPUs that have it and fp32 elsewhere; float8 is "
-        "bf16 with the products of blocks' linear layers in float8 (torchao, rowwise scales)",
-    )
-    activation_checkpointing: Annotated[str, Field(pattern=r"^(none|full|selective|0?\.\d+)$")] = (
-        flag("none", "none, full, selective, or a fraction of the blocks such as 0.5")
-    )
-    compile: bool = flag(False, "compile each transformer block on its own")
-
-    # validation and checkpoints
-    eval_every: PositiveInt = flag(20, "steps between validations; there is one before the first")
-    eval_prompts: PositiveInt = flag(64, "held-out prompts of one validation, over all ranks")
-    eval_answers: PositiveInt = flag(4, "answers to each of them")
-    checkpoint_every: PositiveInt = flag(20, "steps between checkpoints; the last step has one")
-    keep_checkpoints: PositiveInt = flag(
-        2, "how many of the newest checkpoints stay; the best by validation reward stays too"
-    )
-    checkpoint_style: Literal["stateful", "separate"] = flag(
-        "separate",
-        "stateful: model and optimizer in one Stateful object; separate: a directory for each. "
-        "Either is read by every script",
-    )
-    async_checkpoint: bool = flag(False, "train on while a checkpoint is written")
-    resume: str = flag(
-        "auto",
-        "auto, never, or a checkpoint's path (it holds a pickle: load only those you trust)",
-    )
-
-    # the run
-    run_dir: str = flag("runs/fsdp2_grpo", "directory of everything that the run writes")
-    timeout_minutes: Annotated[float, Field(ge=0.05)] = flag(
-        10.0, "longest wait for another rank, in minutes"
-    )
-    trace_steps: list[PositiveInt] | None = flag(None, "first and last step to profile")
-    wandb_project: str | None = flag(None, "Weights & Biases project to log to as well")
-
-    # this strategy
-    reshard_after_forward: bool = flag(
-        True, "free a block's whole parameters after its forward and gather them for backward again"
-    )
-    dp_replicate: PositiveInt = flag(1, "replicas of the sharded model (hybrid sharding, HSDP)")
-    cpu_offload: bool = flag(False, "keep parameters, gradients and moments in CPU memory")
-    reduce_every_micro_batch: bool = flag(
-        False, "reduce gradients after every micro-batch: less memory, more traffic"
-    )
-
-    def __post_init__(self) -> None:
-        """Check what flags mean together; the limits of each one stand beside it."""
-        if self.precision == "auto":
-            # Before Ampere, GPUs only emulate bf16.
-            bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
-            self.precision = "bf16" if bf16 else "fp32"
-        if self.min_learning_rate > self.learning_rate:
-            raise ValueError("--min_learning_rate is above --learning_rate")
-        multiple = self.pad_to_multiple_of
-        padded_length = math.ceil(self.max_length / multiple) * multiple
-        if padded_length > self.micro_batch_tokens:
-            raise ValueError("--micro_batch_tokens cannot hold a row of --max_length, padded")
-        if self.trace_steps is not None:
-            if len(self.trace_steps) != 2:
-                raise ValueError("--trace_steps takes two numbers, a first and a last step")
-            first, last = self.trace_steps
-            if not first <= last <= self.steps:
-                raise ValueError("--trace_steps are a first and a last step of the run")
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        if self.steps and world_size % self.dp_replicate:
-            raise ValueError(
-                f"--dp_replicate {self.dp_replicate} does not divide {world_size} ranks"
-            )
-        if self.prompts % world_size:
-            larger = (self.prompts // world_size + 1) * world_size
-            raise ValueError(
-                f"--prompts {self.prompts} is no multiple of {world_size} ranks; {larger} would be"
-            )
-        if self.reference_weight and not self.init_from:
-            raise ValueError("--reference_weight: the reference is the model of --init_from")
-        if self.answer_length >= self.max_length:
-            raise ValueError("--answer_length leaves no room for a prompt in --max_length")
-
-
-# --- Process group and device ---------------------------------------------------------------------
-
-
-def init_process_group(config: Config) -> torch.device:
-    """Join the ranks that torchrun started; returns the device of this one."""
-    timeout = timedelta(minutes=config.timeout_minutes)
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo", timeout=timeout)
-        return torch.device("cpu")
-    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if ranks > gpus:
-        advice = f'--nproc-per-node={gpus}, or CUDA_VISIBLE_DEVICES="" to train on CPUs'
-        common.refuse(f"{ranks} ranks cannot share {gpus} GPUs: take {advice}")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    if config.precision == "fp32":
-        # Matrix products take TF32, 10 bits of mantissa for 23: several times as fast.
-        torch.set_float32_matmul_precision("high")
-    # Rows of many lengths would leave memory in pieces that fit no other length.
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
-    # cuDNN's attention plans a kernel for each new shape, which takes longer than many runs of it.
-    torch.backends.cuda.enable_cudnn_sdp(config.pad_to_multiple_of > 1)
-    # Kernels of the flash-attn package, if it is there, in place of torch's own (its version 2).
-    generation, _ = torch.cuda.get_device_capability()
-    flash_attention = {9: "FA3", 10: "FA4"}.get(generation)  # Hopper, Blackwell
-    if flash_attention:
-        with contextlib.suppress(ModuleNotFoundError):
-            torch.nn.attention.activate_flash_attention_impl(flash_attention)
-    # gloo beside NCCL serves what lies in CPU memory: Python objects and offloaded gradients.
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
-    return device
-
-
-# --- Conversations --------------------------------------------------------------------------------
-
-ROLES = {"human": "user", "gpt": "assistant"}  # as in ShareGPT's columns
-# What a message or a row may hold beside its text, and what no template here would bring out.
-BEYOND_TEXT = [
-    "tool_calls", "function_call", "tools", "functions",
-    "images", "image", "audio", "audios", "videos", "video",
-    "reasoning", "reasoning_content", "thinking", "thought",
-]  # fmt: skip
-NOTHING = ["None", "", "[]", "{}", "null"]  # as what is not there may be written
-CONVERSATIONS = [
-    *("messages", "conversations", "prompt", "completion", "system", "chat_template_kwargs"),
-    *BEYOND_TEXT,
-]
-
-
-def read_conversation(row: dict[str, Any]) -> tuple[list[dict[str, str]], int]:
-    """Messages (role, content) of a row in any of the known forms, and how many answers to learn.
-
-    Of `messages` or `conversations` every answer is learned; a `prompt` beside them is their first
-    question once more. Of `prompt` and `completion` the answers in the completion are learned.
-
-    Raises:
-        ValueError: why the row is left out.
-    """
-    refuse_beyond_text(row)
-    arguments = row.get("chat_template_kwargs") or {}
-    if not isinstance(arguments, dict) or any(value is not None for value in arguments.values()):
-        raise ValueError("hold arguments of a template")
-    turns = row.get("messages") or row.get("conversations")
-    if isinstance(turns, str):
-        raise ValueError("hold no messages")
-    messages = read_messages(row.get("system"), "system")
-    if turns is None or turns == []:
-        messages += read_messages(row.get("prompt"), "user")
-        turns = row.get("completion")
-    answered = read_messages(turns, "assistant")
-    answers = sum(message["role"] == "assistant" for message in answered)
-    if not answers:
-        raise ValueError("hold no answer")
-    return messages + answered, answers
-
-
-def refuse_beyond_text(item: dict[str, Any]) -> None:
-    """ValueError if a row or a message holds what is no text."""
-    if any(item.get(name) and str(item[name]) not in NOTHING for name in BEYOND_TEXT):
-        raise ValueError("hold tools, thoughts or media beside the text")
-
-
-def read_messages(value: Any, role: str) -> list[dict[str, str]]:
-    """The messages of a column: a list of them, or one: as a dict, or as a text of that role."""
-    if value is None:
-        return []
-    if isinstance(value, str):
-        value = {"role": role, "content": value}
-    if isinstance(value, dict):
-        value = [value]
-    if not isinstance(value, list):
-        raise ValueError("hold no messages")
-    return [read_message(message) for message in value]
-
-
-def read_message(message: dict[str, Any]) -> dict[str, str]:
-    """Role and content of a message; ValueError if it is no message, or more than text."""
-    if not isinstance(message, dict):
-        raise ValueError("hold no messages")
-    refuse_beyond_text(message)
-    if message.get("weight") == 0:
-        raise ValueError("hold messages of weight 0, not to be learned")
-    role = message.get("role") or message.get("from")
-    content = message.get("content")
-    if content is None:
-        content = message.get("value")
-    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        parts = [part.get("text") for part in content if part.get("type") == "text"]
-        if len(parts) == len(content) and None not in parts:
-            content = "".join(parts)
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise ValueError("hold messages without role or text")
-    return {"role": ROLES.get(role, role), "content": content}
-
-
-def docstring_conversations(files: list[str], version: str) -> Iterator[dict[str, Any]]:
-    """A conversation for each documented function: write its docstring, with a thought before."""
-    for tree, _ in common.read_python(files):
-        for node in ast.walk(tree):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            docstring = ast.get_docstring(node)
-            if not docstring or len(node.body) == 1:
-                continue
-            del node.body[0]
-            arguments = ", ".join(argument.arg for argument in node.args.args) or "none"
-            thought = f"<|begin_of_thought|>\narguments: {arguments}\n<|end_of_thought|>\n\n"
-            answer = f"{thought}<|begin_of_solution|>\n{docstring}\n<|end_of_solution|>"
-            yield {
-                "system": "You write docstrings. Think first, then answer.",
-                "prompt": f"Write the docstring of:\n\n{ast.unparse(node)}",
-                "completion": answer,
-            }
-
-
-common.EMBEDDED["stdlib-docstrings"] = docstring_conversations
-common.PLAN += ["prompts", "answers", "answer_length"]  # a resumed run samples the same answers
-common.CONTENTS += ["init_from", "reference_weight"]  # and has the same reference, if it has one
-
-TURN = ["<|im_start|>", "<|im_end|>"]
-# What an assistant may write inside of an answer, each of them one token.
-INSIDE = [
-    "<|begin_of_thought|>",
-    "<|end_of_thought|>",
-    "<|begin_of_solution|>",
-    "<|end_of_solution|>",
-]
-# What stands between `generation` and `endgeneration` is learned: the answer and the turn's end.
-TEMPLATE = """\
-{%- for message in messages -%}{{- '<|im_start|>' + message.role + '\\n' -}}
-{%- if message.role != 'assistant' -%}{{- message.content + '<|im_end|>' -}}{%- else -%}
-{%- generation -%}{{- message.content + '<|im_end|>' -}}{%- endgeneration -%}{%- endif -%}
-{{- '\\n' -}}{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
-
-
-def chat_tokenizer(name: str) -> tuple[Any, int]:
-    """The tokenizer with a chat template, the end of a turn as eos token, and a pad token.
-
-    A template of its own is how a model has learned to be asked, so it is taken as it is. Without
-    one the tokenizer gets TEMPLATE, and single tokens for what stands there between the texts. Also
-    returns the first id that was free before.
-    """
-    tokenizer = copy.deepcopy(common.load_tokenizer(name))
-    known_ids = 1 + max(tokenizer.get_vocab().values())  # some leave out ids in between
-    plain_eos_token = tokenizer.eos_token
-    tokenizer.split_special_tokens = False  # those of the template are to be parsed
-    if isinstance(tokenizer.chat_template, dict):  # several, by name
-        tokenizer.chat_template = tokenizer.chat_template.get("default")
-    if tokenizer.chat_template is None:
-        tokenizer.chat_template = TEMPLATE
-        if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:
-            tokenizer.chat_template = "{{- bos_token -}}" + TEMPLATE  # it begins every text with it
-        tokenizer.add_special_tokens({"additional_special_tokens": TURN + INSIDE})
-
-    sample = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-    with common.refusing(f"--tokenizer {name}: its chat template fails"):
-        text = render(tokenizer, sample)
-        if any(message["content"] not in text for message in sample):
-            raise ValueError("it leaves the text of messages out")
-
-    # A turn ends with the first added token after the answer that is not blank.
-    added = tokenizer.added_tokens_decoder
-    _, _, rest = text.rpartition(sample[-1]["content"])
-    endings = [str(added[i]) for i in encode(tokenizer, rest).tolist() if i in added]
-    endings = [token for token in endings if token.strip()]
-    if endings:
-        tokenizer.eos_token = endings[0]
-
-    # With the end of a turn as pad token, a model that is trained on would learn not to stop. Then
-    # a token without any other use takes its place.
-    taken = {plain_eos_token, tokenizer.eos_token, None}
-    if tokenizer.pad_token in taken:
-        of_sample = {str(added[i]) for i in encode(tokenizer, text).tolist() if i in added}
-        used = taken.union(TURN, INSIDE, of_sample)
-        unused = [str(token) for token in added.values() if token.special]
-        template = tokenizer.chat_template
-        unused = [token for token in unused if token not in used and token not in template]
-        tokenizer.add_special_tokens({"pad_token": unused[0] if unused else "<|pad|>"})
-    return tokenizer, known_ids
-
-
-def render(tokenizer: Any, messages: list[dict[str, str]], ask: bool = False) -> str:
-    """The text of a conversation; with `ask` up to where the next answer is to begin."""
-    [text], _ = render_jinja_template(
-        [messages],
-        chat_template=tokenizer.chat_template,
-        add_generation_prompt=ask,
-        **tokenizer.special_tokens_map,
-    )
-    return text
-
-
-def encode(tokenizer: Any, text: str) -> np.ndarray:
-    """Ids of a text, uint32."""
-    encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
-    return np.array(encoding.ids, np.uint32)
-
-
-def chat_rows(row: dict[str, Any], tokenizer: Any, max_length: int) -> Iterator[tuple]:
-    """A prompt, of at most max_length tokens, and its reference, as a row (tokens, learned, ...).
-
-    The last answer of a conversation is the reference; what is before it is the prompt, as the
-    template asks for an answer. A `prompt` without a completion has an empty reference.
-
-    Raises:
-        ValueError: why the conversation is left out.
-    """
-    added = tokenizer.added_tokens_decoder.values()
-    special = {str(token) for token in added if token.special}
-    # Some tokenizers mark turns by added tokens that are not special.
-    of_template = {str(token) for token in added if str(token) in tokenizer.chat_template}
-    messages, _ = read_conversation(row | {"completion": row.get("completion") or ""})
-    for message in messages:
-        # Whoever spells out such a token could forge a turn.
-        forbidden = special | of_template
-        if message["role"] == "assistant":
-            forbidden = special.difference(INSIDE)
-        text = message["role"] + message["content"]
-        if any(marker in text for marker in forbidden if marker.strip()):
-            raise ValueError("spell out a special token")
-    while messages[-1]["role"] != "assistant":
-        messages.pop()
-    reference = messages.pop()["content"]
-    if all(message["role"] == "system" for message in messages):
-        raise ValueError("hold no prompt")
-    text = render(tokenizer, messages, ask=True)
-    if text == render(tokenizer, messages):
-        raise ValueError("have a chat template that does not ask for an answer")
-    prompt = encode(tokenizer, text)
-    if len(prompt) > max_length:
-        raise ValueError(f"have a prompt of more than {max_length:,} tokens")
-    answer = np.append(encode(tokenizer, reference), np.uint32(tokenizer.eos_token_id))
-    learned = np.arange(len(prompt) + len(answer)) >= len(prompt)
-    yield np.concatenate([prompt, answer]), learned, 0.0, ""
-
-
-class Answer(NamedTuple):
-    """What the model has answered to a prompt; the last token ends the turn, if there was room."""
-
-    prompt: np.ndarray  # uint32, token ids
-    tokens: np.ndarray  # uint32
-    log_probs: np.ndarray  # float32 [tokens], when they were sampled
-    reward: float
-
-
-# What a micro-batch holds for the loss, beside the arguments of the model.
-OF_TOKENS = ["sampled_log_probs", "advantages", "reference_log_probs"]
-
-
-class AnswerBatches(common.Batches):
-    """Batches of the answers of one step, with what the loss needs for each token of an answer.
-
-    Args:
-        answers: of all ranks.
-        advantages: float32 [answers].
-        ranks: that share the micro-batches.
-    """
-
-    def __init__(self, answers: list[Answer], advantages: np.ndarray, ranks: int, **options: Any):
-        self.answers = answers
-        self.advantages = advantages
-        num_labels = np.array([len(answer.tokens) for answer in answers])
-        prompt_lengths = np.array([len(answer.prompt) for answer in answers])
-        lengths = prompt_lengths + num_labels - 1
-        super().__init__(lengths, num_labels, self.read_answer, **options)
-        micro_batches = halve_until_divisible(self.plan(0), ranks)
-        self.plan = lambda epoch: micro_batches
-        self.num_micro_batches = len(micro_batches)
-
-    def read_answer(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of prompt and answer, and which of them are of the answer."""
-        answer = self.answers[row]
-        tokens = np.concatenate([answer.prompt, answer.tokens])
-        return tokens, np.arange(len(tokens)) >= len(answer.prompt)
-
-    def collate(self, rows: np.ndarray) -> dict[str, Any]:
-        """As `common.Batches.collate`, and for each label, in the order of the flattened rows:
-
-        learned: int64, its position. A GPU would have to be waited for to count them.
-        sampled_log_probs: float32, of the token when it was sampled.
-        advantages: float32, of the token's answer.
-        """
-        arguments = super().collate(rows)
-        is_label = arguments["labels"].flatten() != common.IGNORED
-        log_probs = np.concatenate([self.answers[row].log_probs for row in rows])
-        advantages = np.repeat(self.advantages[rows], self.num_labels[rows])
-        return arguments | {
-            "learned": is_label.nonzero().flatten(),
-            "sampled_log_probs": torch.from_numpy(log_probs),
-            "advantages": torch.from_numpy(advantages),
-        }
-
-
-def halve_until_divisible(micro_batches: list[np.ndarray], ranks: int) -> list[np.ndarray]:
-    """The same rows in so many micro-batches that each rank has equally many.
-
-    A forward is a collective. This ends, since the number of answers is a multiple of the ranks.
-    """
-    micro_batches = list(micro_batches)
-    while len(micro_batches) % ranks:
-        micro_batches.sort(key=len)
-        largest = micro_batches.pop()
-        micro_batches += np.array_split(largest, 2)
-    return micro_batches
-
-
-def grow_vocabulary(model: Any, known_ids: int, vocabulary_size: int) -> None:
-    """Give a model of transformers new embeddings for the ids from `known_ids` on.
-
-    New rows are drawn from a normal distribution with the mean and covariance of the known ones: a
-    new token starts as likely as some other one, where zeros or fresh noise would shift the whole
-    softmax (Hewitt 2021, Initializing New Word Embeddings for Pretrained Language Models;
-    transformers scales the covariance by 1e-9, which leaves all new rows alike).
-    """
-    if known_ids > model.config.vocab_size:
-        ids = f"--tokenizer has {known_ids} ids"
-        common.refuse(f"{ids}, {model.name_or_path} only {model.config.vocab_size}")
-    rows = max(model.config.vocab_size, math.ceil(vocabulary_size / 64) * 64)
-    model.resize_token_embeddings(rows, mean_resizing=False)
-    generator = torch.Generator().manual_seed(0)
-    for embeddings in (model.get_input_embeddings(), model.get_output_embeddings()):
-        weight = embeddings.weight.data  # [rows, width]; one and the same where they are tied
-        mean = weight[:known_ids].mean(0)
-        noise = torch.randn(rows - known_ids, known_ids, generator=generator)
-        weight[known_ids:] = mean + noise @ (weight[:known_ids] - mean) / known_ids**0.5
-
-
-# --- Reward and loss ------------------------------------------------------------------------------
-
-# What an answer to the embedded conversations looks like: a thought, then the docstring.
-ANSWER = re.compile(
-    r"<\|begin_of_thought\|>\narguments: (?P<arguments>.*)\n<\|end_of_thought\|>\n\n"
-    r"<\|begin_of_solution\|>\n(?P<docstring>(?:[^<]|<(?!\|))+)\n<\|end_of_solution\|>"
-)
-# The words of Python's manual, which every Python brings along.
-WORDS = set(re.findall("[a-z]{3,}", " ".join(topics.values()).lower()))
-
-
-def reward(prompt: str, answer: str, reference: str) -> float:
-    """What an answer is worth, 0 or more. Write your own.
-
-    It is not called for an answer that has not ended, which gets 0. So rewards below 0 are refused:
-    with them it would pay not to end.
-
-    Here it is from 0 to 1, by rules alone. An answer of the right form gets half a point for naming
-    the arguments of the function, half a point for a docstring of words that are in Python's
-    manual, five of them or more.
-
-    Args:
-        prompt: the conversation up to the answer, as the template writes it.
-        answer: what the model wrote, without the token that ends the turn.
-        reference: the answer in the data; empty if there is none.
-    """
-    given = ANSWER.fullmatch(answer)
-    expected = ANSWER.fullmatch(reference)
-    if given is None or expected is None:
-        return 0.0
-    named = set(given["arguments"].split(", "))
-    arguments = set(expected["arguments"].split(", "))
-    words = set(re.findall("[a-z]{3,}", given["docstring"].lower()))
-    named_rightly = len(named & arguments) / len(named | arguments)
-    in_manual = len(words & WORDS) / max(5, len(words))
-    return (named_rightly + in_manual) / 2
-
-
-def checked_reward(prompt: str, answer: str, reference: str) -> float:
-    """What `reward` returns if that is a number, 0 or more; else the run ends with a line on it."""
-    try:
-        value = reward(prompt, answer, reference)
-    except (Exception, SystemExit) as error:  # code that a model has written may call exit()
-        frames = traceback.extract_tb(error.__traceback__)
-        this_file = checked_reward.__code__.co_filename
-        place = [frame for frame in frames if frame.filename == this_file][-1]
-        where = f"{place.name}, line {place.lineno}"
-        common.refuse(f"reward() fails in {where}: {type(error).__name__}: {error}", code=1)
-    if not isinstance(value, numbers.Real) or not 0 <= value < 1e30:  # advantages are fp32
-        common.refuse(f"reward() has to return a number, 0 or more, not {value!r:.80}", code=1)
-    return float(value)
-
-
-# What is measured of each sampled token, and logged as the mean over the global batch.
-MEASURED = ["loss", "entropy", "policy_kl", "clip_fraction", "sampling_gap", "reference_kl"]
-
-
-def policy_loss(
-    log_probs: torch.Tensor,
-    old_log_probs: torch.Tensor,
-    sampled_log_probs: torch.Tensor,
-    advantages: torch.Tensor,
-    config: Config,
-    reference_log_probs: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Sums over the tokens of a micro-batch, float32 [MEASURED]; the first one is the loss.
-
-    The loss is PPO's (arXiv 1707.06347): a token's ratio, of its probability now to that when it
-    was sampled, times the advantage of its answer. Once the ratio has left its bounds in the
-    direction of the advantage, there is nothing more to gain. The upper bound may be further away
-    than the lower one, or rare tokens could hardly become likelier (DAPO, arXiv 2503.14476). In the
-    first inner step all ratios are 1, and the bounds do nothing.
-
-    Args:
-        log_probs: float32 [tokens], of the sampled tokens, by the model as it is.
-        old_log_probs: the same, by the model that has sampled them.
-        sampled_log_probs: the same, as they were computed when sampling.
-        advantages: float32 [tokens], of each token's answer.
-        reference_log_probs: as `log_probs`, by the model that the run began with.
-    """
-    log_ratio = log_probs - old_log_probs
-    ratio = log_ratio.exp()
-    bounded_ratio = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    gain = torch.minimum(ratio * advantages, bounded_ratio * advantages)
-    loss = -gain
-    reference_kl = torch.zeros_like(loss)
-    if reference_log_probs is not None:
-        reference_kl = divergence(log_probs, reference_log_probs)
-        loss = loss + config.reference_weight * reference_kl
-    measured = [
-        loss,
-        -old_log_probs,  # of sampled tokens its mean is the entropy
-        divergence(old_log_probs, log_probs),
-        (gain < ratio * advantages).float(),
-        (old_log_probs - sampled_log_probs).abs(),
-        reference_kl,
-    ]
-    return torch.stack([values.sum() for values in measured])
-
-
-def divergence(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch.Tensor:
-    """For tokens sampled from a distribution: values whose mean is its KL divergence to another.
-
-    They are never negative, and vary less than differences of log-probabilities (Schulman 2020,
-    Approximating KL Divergence). As a loss, their gradient is on average that of the divergence
-    the other way round.
-    """
-    log_ratio = other_log_probs - log_probs
-    return log_ratio.exp() - 1 - log_ratio
-
-
-# --- Model ----------------------------------------------------------------------------------------
-# This section knows nothing of ranks: it is an ordinary model, which returns log-probabilities.
-
+# The architectures that --model knows by name.
 SHAPES = {
     "tiny": {
         "model_type": "qwen2",
         "hidden_size": 192,
-        "intermediate_size": 640,  # of the feed-forward network
+        "intermediate_size": 640,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -716,505 +97,168 @@ SHAPES = {
         "initializer_range": 0.02,
         "tie_word_embeddings": True,
     },
-    # Mixtures of experts: a block has many feed-forward networks, of which each token uses a few.
-    "tiny-moe": {
-        "model_type": "minimax_m2",
-        "hidden_size": 192,
-        "intermediate_size": 320,  # of an expert
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 48,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        "initializer_range": 0.07,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        "initializer_range": 0.02,
-        "tie_word_embeddings": False,
-    },
 }
 
-# The loss computes the logits of so many tokens at a time: 1.2 GB in fp32 for 150,000 ids.
-CHUNK_TOKENS = 2048
 
-# Selective activation checkpointing keeps what these operators return, the expensive part of a
-# block, and computes the cheap rest again in backward.
-KEPT = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten._grouped_mm.default,  # products of experts
-    torch.ops.aten._scaled_mm.default,  # products in float8
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.torch_attn._varlen_attn.default,  # attention within documents, on CUDA
-    # Tensor, context and expert parallelism have collectives inside a block.
-    torch.ops._c10d_functional.all_gather_into_tensor.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    torch.ops._c10d_functional.all_to_all_single.default,
-]
+@dataclass(config=ConfigDict(allow_inf_nan=False))
+class Config(common.RunFlags):
+    """model, optimization and memory"""
 
-
-def build_model_config(
-    config: Config, vocabulary_size: int, eos_token_id: int | None
-) -> PreTrainedConfig:
-    """The model's architecture: built here, or read from the config.json that --model names."""
-    if config.model in SHAPES:
-        model_config = AutoConfig.for_model(
-            vocab_size=math.ceil(vocabulary_size / 64) * 64,  # keeps the head's products fast
-            bos_token_id=None,
-            eos_token_id=eos_token_id,
-            **SHAPES[config.model],
-        )
-    else:
-        model_config = common.read_model_config(
-            config.model, vocabulary_size, config.max_length, config.batching
-        )
-    model_config.eos_token_id = eos_token_id  # where generation stops
-    # The embedding of a pad token would never be trained, so the model is told of none.
-    model_config.pad_token_id = None
-    model_config.bos_token_id = None
-    return model_config
-
-
-def document_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int = 0,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """`causal_attention` in the form of transformers' `AttentionInterface`.
-
-    Raises:
-        ValueError: the model asks for something that this attention does not apply.
-    """
-    longest = query.shape[2] if cu_seq_lens_q is None else max_length_q
-    is_causal = kwargs.get("is_causal")
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    unknown = {
-        "an attention mask": attention_mask is not None,
-        "attention sinks": kwargs.get("s_aux") is not None,
-        "a softcap": kwargs.get("softcap") is not None,
-        "bidirectional attention": not is_causal,
-        "a sliding window": (kwargs.get("sliding_window") or longest) < longest,
-    }
-    for setting, asked in unknown.items():
-        if asked:
-            raise ValueError(f"{type(module).__name__} wants {setting}: not supported here")
-    output = causal_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout)
-    return output, None
-
-
-def causal_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    boundaries: torch.Tensor | None,
-    max_document_length: int,
-    scale: float | None,
-    dropout: float = 0.0,
-) -> torch.Tensor:
-    """Causal attention that stays within each document, without a mask.
-
-    Args:
-        query: [rows, heads, length, head size]; key and value may have fewer heads.
-        boundaries: int32 [documents + 1], where the documents of a single packed row begin and end;
-            None if every row is one document, padded on the right.
-        max_document_length: of a packed row.
-        scale: of the products of queries and keys; None for 1 / sqrt(head size).
-
-    Returns:
-        [rows, length, heads, head size]
-    """
-    if torch.is_autocast_enabled(query.device.type):  # rotary embedding returns fp32 under it
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    groups = query.shape[1] // key.shape[1]
-    half_on_cuda = query.is_cuda and query.dtype != torch.float32
-    if not half_on_cuda and (query.is_cuda or boundaries is not None):
-        # The other kernels do not know groups: CUDA would make whole [length, length] matrices.
-        key = repeat_kv(key, groups)
-        value = repeat_kv(value, groups)
-        groups = 1
-    if boundaries is None:
-        options = {"is_causal": True, "scale": scale, "dropout_p": dropout}
-        output = nn.functional.scaled_dot_product_attention(
-            query, key, value, enable_gqa=groups > 1, **options
-        )
-        return output.transpose(1, 2).contiguous()
-    if len(query) > 1 or dropout:
-        raise ValueError("packed attention is of one row, and has no dropout (--batching bucketed)")
-    if not half_on_cuda:  # no variable-length kernel takes it
-        return attention_document_by_document(query, key, value, boundaries, scale)
-    output = varlen_attn(
-        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),  # [tokens, heads, size]
-        boundaries,
-        boundaries,
-        max_document_length,
-        max_document_length,
-        scale=scale,
-        window_size=(-1, 0),  # all tokens before, none after
-        enable_gqa=groups > 1,
+    # model
+    model: str = flag("tiny", "tiny, qwen2-0.5b, or a directory or hub id with a config.json")
+    init_from: str | None = flag(
+        None,
+        "weights to start from: a run directory, or a Hugging Face directory or hub id. Its model "
+        "and tokenizer replace --model and --tokenizer unless you set these",
     )
-    return output[None]
 
+    # data
+    dataset: str = flag(
+        "stdlib-docstrings",
+        "stdlib-docstrings, a hub id, or a file, glob or URL of .parquet or .jsonl",
+    )
+    max_length: PositiveInt = flag(
+        512, "longest sequence of prompt and answer in tokens; longer prompts are left out"
+    )
+    answer_length: PositiveInt = flag(
+        128, "longest answer in tokens; an answer that has not ended by then gets a reward of 0"
+    )
+    micro_batch_tokens: PositiveInt = flag(
+        4096, "token positions, padding included, of one forward pass on one rank"
+    )
 
-@torch.compiler.disable  # every row has other lengths
-def attention_document_by_document(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    boundaries: torch.Tensor,
-    scale: float | None,
-) -> torch.Tensor:
-    """Without a variable-length kernel, faster than one attention with a block-diagonal mask."""
-    lengths = boundaries.diff().tolist()
-    documents = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
-    outputs = [
-        nn.functional.scaled_dot_product_attention(*document, is_causal=True, scale=scale)
-        for document in documents
-        if document[0].shape[2]
-    ]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+    # sampling and reward
+    prompts: PositiveInt = flag(16, "prompts of one step, over all ranks")
+    answers: Annotated[int, Field(ge=2)] = flag(8, "answers to each prompt (a group)")
+    sample_prompts: PositiveInt = flag(
+        16, "prompts that a rank samples answers to at a time; sets the memory of keys and values"
+    )
+    inner_steps: PositiveInt = flag(1, "optimizer steps on the answers of one step")
+    clip_low: Annotated[float, Field(ge=0, le=1)] = flag(
+        0.2,
+        "a token's ratio (its probability now, divided by the one at the start of the step) is "
+        "clipped below 1 minus this; matters from the second inner step on",
+    )
+    clip_high: NonNegativeFloat = flag(0.28, "and above 1 plus this")
+    reference_weight: NonNegativeFloat = flag(
+        0.0,
+        "weight in the loss of the KL divergence from the model of --init_from, which is then kept "
+        "in shards too",
+    )
 
+    # optimization
+    steps: Annotated[int, Field(ge=0, lt=10**8)] = flag(
+        80, "steps of the whole run, each with new answers; 0 prepares the data and ends"
+    )
+    learning_rate: PositiveFloat | None = flag(
+        None,
+        "peak learning rate of AdamW. The default depends on the model: 5e-4 with fewer than 10 "
+        "million parameters, otherwise 1e-6",
+    )
+    min_learning_rate: NonNegativeFloat | None = flag(
+        None, "learning rate at the end of the cosine decay; default: a tenth of the peak"
+    )
+    warmup_steps: NonNegativeInt = flag(5, "steps of linear warm-up")
+    weight_decay: NonNegativeFloat = flag(
+        0.1, "weight decay of matrices (embeddings, norms and biases have none)"
+    )
+    grad_clip: NonNegativeFloat = flag(1.0, "clip the gradient norm to this; 0 disables clipping")
+    eval_every: PositiveInt = flag(20, "steps between validations; one comes before the first step")
+    eval_prompts: PositiveInt = flag(64, "held-out prompts of one validation, over all ranks")
+    eval_answers: PositiveInt = flag(4, "answers to each held-out prompt")
+    checkpoint_every: PositiveInt = flag(20, "steps between checkpoints; the last step saves too")
 
-def chunk_log_probs(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
-) -> torch.Tensor:
-    """Log-probabilities of the labels, from logits in fp32: [chunk]."""
-    logits = nn.functional.linear(hidden, weight, bias)  # [chunk, vocabulary]
-    return -nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+    # precision, memory and speed
+    precision: Literal["auto", "fp32", "bf16"] = flag(
+        "auto", "compute precision; auto: bf16 on GPUs that have it, otherwise fp32"
+    )
+    activation_checkpointing: Annotated[str, Field(pattern=r"^(none|full|selective|0?\.\d+)$")] = (
+        flag("none", "none, full, selective, or a fraction of the blocks such as 0.5")
+    )
+    compile: bool = flag(False, "compile each transformer block")
 
+    # this strategy
+    reshard_after_forward: bool = flag(
+        True, "free a block's unsharded parameters after forward and all-gather them for backward"
+    )
+    dp_replicate: PositiveInt = flag(1, "replicas of the sharded model (HSDP)")
+    cpu_offload: bool = flag(False, "keep parameters, gradients and optimizer state in CPU memory")
+    reduce_every_micro_batch: bool = flag(
+        False, "reduce-scatter gradients after every micro-batch: less memory, more communication"
+    )
 
-def label_log_probs(
-    hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, log_probs: Callable
-) -> torch.Tensor:
-    """Log-probabilities of the labels, float32 [tokens].
-
-    The logits of a whole micro-batch, [tokens, vocabulary], would be its largest tensor by far.
-    Here they exist a chunk at a time. In bf16 the chunks' gradients of the head add up in bf16.
-
-    Args:
-        hidden: [tokens, hidden size], what the decoder returns.
-        head: the output embedding, weight [vocabulary, hidden size].
-        labels: int64 [tokens], each the token to predict.
-        log_probs: `chunk_log_probs`, or the same compiled.
-    """
-    if len(labels) <= CHUNK_TOKENS:
-        return log_probs(hidden, head.weight, head.bias, labels)
-    # Backward computes the logits of a chunk again, rather than to keep those of all.
-    of_chunk = partial(checkpoint, log_probs, use_reentrant=False)
-    chunks = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
-    return torch.cat([of_chunk(part, head.weight, head.bias, targets) for part, targets in chunks])
-
-
-def forward_with_log_probs(
-    self: nn.Module,
-    log_probs: Callable,
-    input_ids: torch.Tensor,
-    labels: torch.Tensor | None = None,
-    learned: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """The forward of a transformers model: log-probabilities of a micro-batch's labels, [labels].
-
-    Without labels: logits of the token after each row, float32 [rows, vocabulary].
-
-    NOTE: the head belongs inside the root's forward. FSDP gathers the parameters of a module for
-    its forward alone, and the head is one of the root's.
-
-    Args:
-        log_probs: of a chunk, see `label_log_probs`.
-        input_ids, labels: int64 [rows, length]; labels are shifted already.
-        learned: int64 [labels], the flattened positions that go through the head.
-        kwargs: the other keys of a micro-batch, see `common.Batches.collate`.
-    """
-    head = self.get_output_embeddings()
-    if labels is None:
-        output = self.get_decoder()(input_ids=input_ids, use_cache=True, **kwargs)
-        return head(output.last_hidden_state[:, -1]).float()
-    with counting_experts(self, labels):
-        output = self.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs)
-    hidden = output.last_hidden_state.flatten(0, 1)  # [tokens, hidden size]
-    return label_log_probs(hidden[learned], head, labels.flatten()[learned], log_probs)
-
-
-def find_experts(model: nn.Module) -> None:
-    """Prepare the layers of a mixture of experts (MoE layers) to count which experts tokens choose.
-
-    transformers keeps the experts of a layer in one module, parameters [experts, ...]. Those whose
-    forward is one of its `ExpertsInterface` are given what the layer's router has chosen.
-    """
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if not parameter.requires_grad:
-                # A router's bias that is not learned. As a buffer it stays whole and in fp32.
-                delattr(module, name)
-                module.register_buffer(name, parameter.data)
-    model.moe_layers = [
-        module
-        for module in model.modules()
-        if hasattr(getattr(module, "experts", None), "has_gate")
-    ]
-    model.expert_counts = None
-    model.tokens_to_count = None
-    for layer in model.moe_layers:
-        layer.experts.register_forward_pre_hook(partial(count_chosen_experts, model))
-        for parameter in layer.experts.parameters():
-            if any(width % 8 for width in parameter.shape[1:]):
-                shape = list(parameter.shape)
-                common.refuse(f"sizes of experts have to be multiples of 8, not {shape}")
-
-
-@contextlib.contextmanager
-def counting_experts(model: nn.Module, labels: torch.Tensor) -> Iterator[None]:
-    """With gradients, add to `model.expert_counts` what the forward of a micro-batch chooses.
-
-    Tokens that have a label are counted: no padding (and no prompts, when fine-tuning).
-    """
-    if torch.is_grad_enabled() and model.moe_layers:
-        if model.expert_counts is None:
-            num_experts = model.moe_layers[0].experts.num_experts
-            model.expert_counts = torch.zeros(  # [MoE layers, experts]
-                len(model.moe_layers), num_experts, dtype=torch.int64, device=labels.device
+    def __post_init__(self) -> None:
+        """Check how flags fit together. The limits of a single flag are in its type."""
+        super().__post_init__()
+        if self.precision == "auto":
+            # GPUs before Ampere only emulate bf16.
+            bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
+            self.precision = "bf16" if bf16 else "fp32"
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        if self.steps and world_size % self.dp_replicate:
+            raise ValueError(
+                f"--dp_replicate {self.dp_replicate} does not divide {world_size} ranks"
             )
-            for layer, counts in zip(model.moe_layers, model.expert_counts):
-                layer.experts.counts = counts
-        model.tokens_to_count = (labels.flatten() >= 0).long()
-    yield
-    # NOTE: activation checkpointing runs blocks again in backward, which must not count them again.
-    model.tokens_to_count = None
-
-
-def count_chosen_experts(model: nn.Module, experts: nn.Module, inputs: tuple) -> None:
-    """A forward pre-hook of a layer's experts."""
-    if model.tokens_to_count is None:
-        return
-    _, chosen, _ = inputs  # int64 [tokens, k], the numbers of each token's experts
-    counted = model.tokens_to_count.repeat_interleave(chosen.shape[1])
-    experts.counts.scatter_add_(0, chosen.flatten(), counted)
-
-
-@torch.no_grad()
-def adjust_router_biases(model: nn.Module, rate: float) -> torch.Tensor:
-    """Have the next step choose experts more evenly than the counted one, and begin a new count.
-
-    An expert that had fewer tokens than the mean gets a larger bias, one that had more a smaller
-    one. The router adds it to its scores to choose with, and for nothing else: so loss and
-    gradients stay as they are, where a loss of balance would disturb them (DeepSeek, arXiv
-    2408.15664). Routers without such a bias are left to themselves.
-
-    Returns:
-        Tokens of the fullest expert, divided by the mean, in the worst layer; 1.0 is even.
-    """
-    counts = model.expert_counts.double()
-    mean = counts.mean(1, keepdim=True)
-    for layer, direction in zip(model.moe_layers, (mean - counts).sign()):
-        for name, bias in layer.named_buffers():
-            # Layers that another stage of a pipeline has are on the meta device.
-            if name.endswith(("e_score_correction_bias", "expert_bias")) and not bias.is_meta:
-                bias += rate * direction
-    model.expert_counts.zero_()
-    return (counts / mean).max()
-
-
-def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
-    """The model on the meta device: it has shapes, but no memory and no numbers yet.
-
-    NOTE: the order matters. First activation checkpointing, then compile: around a compiled block,
-    both would compute it again. Then DDP or FSDP, which the compiler should not see.
-    """
-    AttentionInterface.register("documents", document_attention)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            model_config, dtype=torch.float32, attn_implementation="documents"
-        )
-    if config.precision == "float8":
-        use_float8(model)
-    log_probs = torch.compile(chunk_log_probs) if config.compile else chunk_log_probs
-    model.forward = partial(forward_with_log_probs, model, log_probs)
-    find_experts(model)
-    # Initial weights depend on seed and module alone, so that every strategy and every world size
-    # starts from the same model. See `initialize`.
-    for name, module in model.named_modules():
-        module.seed_text = f"{config.seed} {name}"
-    checkpoint_activations(transformer_blocks(model), config.activation_checkpointing)
-    if config.compile:
-        compile_blocks(transformer_blocks(model), config)
-    return model.eval()  # without dropout: what is trained is the policy that has sampled
-
-
-def use_float8(model: nn.Module) -> None:
-    """Have the linear layers of blocks compute in float8, forward and backward.
-
-    Rows of inputs, weights and gradients are scaled, each by its largest value, and rounded to
-    eight bits for the product (arXiv 2209.05433). Parameters keep their names and their precision.
-    """
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-        common.refuse("--precision float8 needs GPUs that compute in it (Ada, Hopper or newer)")
-    with common.refusing("--precision float8 needs the package torchao"):
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    def fits(module: nn.Module, name: str) -> bool:
-        fitting = all(size % 16 == 0 for size in module.weight.shape)  # as the kernels want it
-        return fitting and "router" not in name  # of experts, whose choice is to be exact
-
-    recipe = Float8LinearConfig.from_recipe_name("rowwise")
-    convert_to_float8_training(model.get_decoder(), config=recipe, module_filter_fn=fits)
-
-
-def transformer_blocks(model: nn.Module) -> nn.ModuleList:
-    """The list of the model's blocks, which transformers knows as the modules not to split."""
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList):
-            # With activation checkpointing a block is inside of the list's module. Not every one
-            # has to be a block: a rank may have only some of them.
-            names = {type(inner).__name__ for inner in module.modules()}
-            if not names.isdisjoint(model._no_split_modules):
-                return module
-    raise ValueError(f"{type(model).__name__} has no list of transformer blocks")
-
-
-def checkpoint_activations(blocks: nn.ModuleList, mode: str) -> None:
-    """Have blocks computed again in backward, so that their activations need not be kept.
-
-    `full` keeps a block's input alone; `selective` also what the operators of KEPT return; a
-    fraction does the same as `full` for this part of the blocks.
-    """
-    if mode == "none":
-        return
-    wrap, fraction = checkpoint_wrapper, 1.0
-    if mode == "selective":
-        keep = partial(create_selective_checkpoint_contexts, KEPT)
-        wrap = partial(checkpoint_wrapper, context_fn=keep)
-    elif mode != "full":
-        fraction = float(mode)
-    for i, block in enumerate(blocks):
-        # The blocks at which the running sum of fractions reaches a whole number: they are spread
-        # over the depth. 0.5 takes every second one, 0.25 every fourth.
-        if int((i + 1) * fraction) > int(i * fraction):
-            blocks[i] = wrap(block)
-
-
-def compile_blocks(blocks: nn.ModuleList, config: Config) -> None:
-    """Compile each block on its own: all are alike, so a graph is compiled once and used by all."""
-    # With few row lengths there is a graph for each, in training and in validation. Padded to no
-    # multiple, lengths are too many: then the compiler is to find one graph for all.
-    few_lengths = config.pad_to_multiple_of > 1 or config.batching == "packed"
-    lengths = config.max_length // config.pad_to_multiple_of
-    torch._dynamo.config.recompile_limit = 8 + 2 * lengths
-    for block in blocks:
-        block.compile(dynamic=False if few_lengths else None)
-
-
-def modules_outside_blocks(model: nn.Module) -> list[nn.Module]:
-    """The embedding, the last norm, the head, and the modules that hold them."""
-    inside = set(transformer_blocks(model).modules())
-    return [module for module in model.modules() if module not in inside]
-
-
-def initialize(modules: Iterable[nn.Module], model: nn.Module, device: torch.device) -> None:
-    """Give memory and initial weights to modules of `model` that are on the meta device."""
-    for module in reversed(list(modules)):  # children first
-        if not hasattr(module, "seed_text"):
-            continue  # a wrapper of activation checkpointing, which has no weights of its own
-        module.to_empty(device=device, recurse=False)
-        tensors = list(module.parameters(recurse=False)) + list(module.buffers(recurse=False))
-        floating = [tensor for tensor in tensors if tensor.is_floating_point()]
-        cuda_devices = [device] if device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(cuda_devices):
-            for tensor in floating:
-                tensor.fill_(math.nan)
-            torch.manual_seed(zlib.crc32(module.seed_text.encode()))
-            # NOTE: this rebuilds the rotary frequencies too. They are a buffer that is in no
-            # checkpoint, and `to_empty` has left garbage there.
-            model._init_weights(module)
-        if any(tensor.isnan().any() for tensor in floating):
-            raise ValueError(f"transformers leaves {module.seed_text} uninitialized")
-
-
-class ModelSize:
-    """Parameters of a model, and those that take part in matrix products of blocks and head."""
-
-    def __init__(self, model: nn.Module):
-        config = model.config
-        self.num_parameters = model.num_parameters()
-        self.in_head = model.get_output_embeddings().weight.numel()
-        self.in_blocks = self.num_parameters - self.in_head
-        if not config.tie_word_embeddings:
-            # The input embedding is a look-up, not a product.
-            self.in_blocks -= model.get_input_embeddings().weight.numel()
-        for parameter in model.parameters():
-            if parameter.ndim == 3:  # [experts, ...], of which a token uses some
-                used = getattr(config, "num_experts_per_tok", None) or config.moe_topk
-                self.in_blocks -= parameter[0].numel() * (len(parameter) - used)
-        head_size = getattr(config, "head_dim", None)
-        if head_size is None:
-            head_size = config.hidden_size // config.num_attention_heads
-        self.attention_width = config.num_hidden_layers * config.num_attention_heads * head_size
-
-    def flops(self, batch: common.GlobalBatch) -> int:
-        """Floating-point operations of forward and backward of a step, for the MFU.
-
-        As in PaLM (arXiv 2204.02311, appendix B): 6 a parameter and token, in the head a parameter
-        and label, and 12 x width x length a token for attention. Neither recomputation nor padding
-        counts.
-        """
-        products = self.in_blocks * batch.num_tokens + self.in_head * batch.num_labels
-        return 6 * products + 12 * self.attention_width * batch.squared_lengths
-
-
-def weight_decay_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that decay: matrices, but not embeddings and biases of experts."""
-    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    return {
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.ndim > 1 and parameter not in embeddings and not name.endswith("bias")
-    }
+        if self.prompts % world_size:
+            raise ValueError(f"--prompts {self.prompts} is not a multiple of {world_size} ranks")
+        if self.reference_weight and not self.init_from:
+            raise ValueError("--reference_weight needs --init_from, which names the reference")
+        if self.answer_length >= self.max_length:
+            raise ValueError("--answer_length leaves no room for a prompt in --max_length")
 
 
 # --- Strategy -------------------------------------------------------------------------------------
 
 
-def data_parallel_rank_and_size(config: Config) -> tuple[int, int]:
-    """Which part of each global batch this rank trains on, of how many: each rank has its own."""
+def init_process_group(config: Config) -> torch.device:
+    """Join the process group that torchrun set up; returns the device of this rank."""
+    timeout = timedelta(minutes=config.timeout_minutes)
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo", timeout=timeout)
+        return torch.device("cpu")
+    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if ranks > gpus:
+        advice = f'--nproc-per-node={gpus}, or CUDA_VISIBLE_DEVICES="" to train on CPUs'
+        common.refuse(f"{ranks} ranks cannot share {gpus} GPUs: use {advice}")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    if config.precision == "fp32":
+        # Use TF32 matmuls: several times faster, with 10 instead of 23 bits of mantissa.
+        torch.set_float32_matmul_precision("high")
+    # Sequences of many lengths fragment the allocator's memory; expandable segments avoid that.
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    # cuDNN attention builds a plan for each new shape, and while sampling each token has one.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # gloo beside NCCL handles tensors in CPU memory: Python objects and offloaded gradients.
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+    return device
+
+
+def dp_rank_and_size(config: Config) -> tuple[int, int]:
+    """Return this rank's index among the data-parallel ranks, and how many there are.
+
+    Here every rank trains on its own micro-batches of the global batch.
+    """
     return dist.get_rank(), dist.get_world_size()
 
 
 def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """Shard the model over the ranks, and give the shards memory and initial weights.
+    """Shard a model that is on the meta device, and give the shards memory and initial weights.
 
-    `fully_shard` turns the parameters of a module into DTensors, of which a rank keeps its rows. It
-    also installs hooks around the module: an all-gather makes the parameters whole before forward,
-    they are freed after it, another all-gather before backward, and after that a reduce-scatter
-    leaves each rank the averaged gradient of its rows.
+    `fully_shard` turns the parameters of a module into DTensors and adds hooks to the module. An
+    all-gather before forward makes the parameters full, and they are freed after it. Another
+    all-gather comes before backward. After backward a reduce-scatter leaves each rank the averaged
+    gradient of its shard.
+
+    The order matters: activation checkpointing, then compile (the other way round, the compiled
+    block would be recomputed twice), then FSDP, whose hooks the compiler should not see.
     """
-    # The ranks of a row of the mesh share one copy of the model, in shards. Those of a column hold
-    # the same shard, each of its row's copy (--dp_replicate, one row by default).
+    blocks = transformer_blocks(model)
+    checkpoint_activations(blocks, config.activation_checkpointing)
+    if config.compile:
+        compile_blocks(blocks, config)
+
+    # HSDP: shard within a row of the mesh, replicate across rows (one row by default).
     shards = dist.get_world_size() // config.dp_replicate
     if config.dp_replicate == 1:
         mesh = init_device_mesh(device.type, (shards,))
@@ -1222,86 +266,79 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         mesh = init_device_mesh(
             device.type, (config.dp_replicate, shards), mesh_dim_names=("replicate", "shard")
         )
-    precision = MixedPrecisionPolicy()
+    options: dict[str, Any] = {"mesh": mesh}
     if config.precision != "fp32":
-        # Parameters are cast as they are gathered, so all of a block computes in bf16. The shards
-        # stay fp32, and so does all that AdamW does.
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    offload = OffloadPolicy()
+        # Parameters are cast to bf16 as they are all-gathered, so blocks compute in bf16. The
+        # shards and the optimizer state stay fp32.
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
     if config.cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    shard = partial(
-        fully_shard,
-        mesh=mesh,
-        mp_policy=precision,
-        offload_policy=offload,
-    )
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
-    initialize(modules_outside_blocks(model), model, device)
+    initialize(model, modules_outside_blocks(model), config.seed, device)
     if model.config.tie_word_embeddings:
-        model.tie_weights()  # giving memory to each module on its own has untied them
-    # Blocks come before the root, since a module takes the parameters that no module inside of it
-    # has taken. With the root alone, all parameters would be gathered at once.
-    for block in transformer_blocks(model):
-        # One at a time, so that no rank ever holds more than one whole block.
-        initialize(block.modules(), model, device)
-        shard(block, reshard_after_forward=config.reshard_after_forward)
-    # The root has the rest, in one group, for tied embeddings must share a group. It stays whole
-    # after forward, since backward begins with it.
-    shard(model, reshard_after_forward=False)
+        model.tie_weights()  # `initialize` gave each module memory of its own, which unties them
+    # `fully_shard` claims only parameters that no submodule has claimed yet, so apply it bottom-up:
+    # blocks first, then the root. With the root alone, all parameters would be gathered at once.
+    for block in blocks:
+        # Initialize one block at a time, so that no rank ever holds more than one full block.
+        initialize(model, block.modules(), config.seed, device)
+        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
+    if not model.config.tie_word_embeddings:
+        # A tied embedding has to be in the same group as the head. An untied one can be freed
+        # during the step.
+        fully_shard(model.get_input_embeddings(), **options)
+    # The root claims the rest. Do not reshard it after forward, because backward starts with it.
+    fully_shard(model, reshard_after_forward=False, **options)
     return model
 
 
-def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """This rank's part of the parameters: DTensors under their own names.
-
-    NOTE: an optimizer is built of these, so after `parallelize`. One that was built before would
-    hold the whole parameters that the model no longer uses.
-    """
-    return list(model.named_parameters())
-
-
 @contextlib.contextmanager
-def whole_parameters(model: nn.Module, config: Config) -> Iterator[None]:
-    """To sample answers: in here every rank has all parameters, and a forward sends nothing.
+def unsharded_parameters(model: nn.Module, config: Config) -> Iterator[None]:
+    """Sample in here: every rank holds all parameters, and a forward communicates nothing.
 
-    NOTE: else each token would gather each block, and a rank whose answers have all ended would
-    leave the others waiting for its shards.
+    NOTE: with shards, each token would all-gather each block. And a rank whose answers have all
+    ended would leave the others waiting for its shards.
     """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.unshard()  # an all-gather
-    model.set_reshard_after_forward(False)  # else the first forward would free the blocks
-    # Prompts of several lengths are sampled together, which takes an attention that heeds a mask.
-    model.set_attn_implementation("sdpa")
-    # Each token makes the rows longer; compiled blocks and cuDNN's attention want few lengths.
-    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.unshard()  # an all-gather
+    model.set_reshard_after_forward(False)  # otherwise the first forward would free the blocks
+    attention = model.config._attn_implementation
+    if config.batching == "packed":
+        model.set_attn_implementation("sdpa")  # the prompts' padding needs a mask
+    # Sequences grow with every token, but compiled blocks need few lengths.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         yield
-    torch.backends.cuda.enable_cudnn_sdp(cudnn)
-    model.set_attn_implementation("documents")
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    model.set_attn_implementation(attention)
+    for unit in units:
+        unit.reshard()
     model.set_reshard_after_forward(config.reshard_after_forward)  # as in `parallelize`
     model.set_reshard_after_forward(False, recurse=False)
+
+
+def optimizer_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that this rank's optimizer updates, with their names.
+
+    NOTE: call it after `parallelize`. An optimizer that was built before would hold the unsharded
+    parameters, which the model no longer uses.
+    """
+    return list(model.named_parameters())
 
 
 @torch.no_grad()
 def add_reference(
     reference: nn.Module | None, batch: common.GlobalBatch, device: torch.device
 ) -> None:
-    """Give each micro-batch the log-probabilities by the model that the run began with."""
+    """Give each micro-batch the log-probabilities that the model of --init_from computes."""
     if reference is None:
         return
     for micro_batch in batch.micro_batches:
         inputs = common.to_device(micro_batch, device)
-        for name in OF_TOKENS:
-            inputs.pop(name, None)
-        log_probs = reference(**inputs)  # all-gathers
-        micro_batch["reference_log_probs"] = log_probs.cpu()
-    # No backward will come, after which FSDP frees what is whole since the last forward.
+        loss_arguments = inputs.pop("loss_arguments")
+        loss_arguments["reference_log_probs"] = reference(**inputs).cpu()  # all-gathers
+    # FSDP would reshard the root in backward, which never comes.
     reference.reset_iter_state()
 
 
@@ -1312,57 +349,408 @@ def forward_backward(
     config: Config,
     device: torch.device,
 ) -> torch.Tensor:
-    """Forward and backward of all micro-batches of a step; returns sums over all ranks: [MEASURED].
+    """Run forward and backward on all micro-batches; returns sums over all ranks, [MEASURED].
 
-    Gradients of all but the last micro-batch are kept whole on each rank, and the sum is reduced
-    once: less communication, but the memory of a whole model's gradients.
+    By default each rank accumulates unsharded gradients locally and reduce-scatters them once, on
+    the last micro-batch. This saves communication but needs memory for a full set of gradients.
 
     Args:
-        old_log_probs: of each micro-batch, by the model that has sampled; the first inner step
-            fills the list.
+        old_log_probs: of each micro-batch, at the start of the step. The first inner step fills
+            the list.
     """
-    # The loss of a step is a sum over labels divided by the labels of the whole global batch. A
-    # mean of the micro-batches' means would weigh the tokens of short ones more.
-    # The reduce-scatter averages over the ranks, hence times the ranks.
-    scale = dist.get_world_size() / batch.num_labels
+    # The loss of a step is the sum over all target tokens, divided by their number in the global
+    # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
+    # FSDP averages gradients over the ranks, so multiply by their number to get a sum.
+    scale = dist.get_world_size() / batch.num_targets
     total = torch.zeros(len(MEASURED), device=device)
     for i, micro_batch in enumerate(batch.micro_batches):
         last = i == len(batch.micro_batches) - 1
+        # NOTE: off by one here, and ranks train on their local gradients without an error.
         model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
-        # For hybrid sharding alone: replicas all-reduce what is summed up in shards until then.
+        # HSDP only: accumulate shards of gradients, and all-reduce them over the replicas once.
         model.set_requires_all_reduce(last)
-        # What is not freed after backward stays whole for the next micro-batch.
+        # Without resharding after backward, the next micro-batch needs no all-gather.
         model.set_reshard_after_backward(last or config.reshard_after_forward)
         inputs = common.to_device(micro_batch, device)
-        of_tokens = {name: inputs.pop(name) for name in OF_TOKENS if name in inputs}
+        loss_arguments = common.to_device(inputs.pop("loss_arguments"), device)
         log_probs = model(**inputs)  # all-gathers
         if i == len(old_log_probs):
-            # NOTE: not those of sampling, which rounds otherwise. So the ratio is exactly 1 now.
+            # NOTE: not those from sampling, which rounds differently. So the ratio is exactly 1.
             old_log_probs.append(log_probs.detach())
-        measured = policy_loss(log_probs, old_log_probs[i], **of_tokens, config=config)
-        # All-gathers, and reduce-scatters if gradients are to sync.
-        (measured[0] * scale).backward()
+        measured = policy_loss(log_probs, old_log_probs[i], **loss_arguments, config=config)
+        (measured[0] * scale).backward()  # all-gathers, and reduce-scatters if gradients sync
         total += measured.detach()
     dist.all_reduce(total)
     return total
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Clip the gradients to a norm of at most `max_norm`; returns the norm before."""
+def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Clip the gradient norm to `max_norm`; returns the norm before clipping."""
     norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    # NOTE: the norm is a DTensor too, and its local value may cover this rank's shards alone.
-    return norm.full_tensor()  # a collective: every rank must call it
+    # NOTE: the norm is a DTensor, and its local value may cover only this rank's shards.
+    return norm.full_tensor()  # a collective, so call it on every rank
 
 
-def balance_experts(model: nn.Module, rate: float) -> torch.Tensor | None:
-    """Even out how many tokens experts get; returns their load (None without experts).
+def zero_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Free the gradients of a step.
 
-    NOTE: it is the global batch that is to be even. A micro-batch may well be of one subject.
+    NOTE: model.zero_grad() would miss some. While a module is unsharded, as the root is after a
+    validation, model.parameters() are not the sharded ones that have the gradients.
     """
-    if model.expert_counts is None:
-        return None
-    dist.all_reduce(model.expert_counts)  # each rank has counted its own tokens
-    return adjust_router_biases(model, rate)
+    optimizer.zero_grad()
+
+
+# --- Conversations --------------------------------------------------------------------------------
+
+Messages = list[dict[str, str]]  # each with `role` and `content`
+ROLES = {"human": "user", "gpt": "assistant"}  # the names of ShareGPT's format
+# What a row or a message may hold beside its text. A chat template would silently leave it out.
+BEYOND_TEXT = [
+    "chat_template_kwargs",
+    "tool_calls",
+    "function_call",
+    "tools",
+    "functions",
+    "images",
+    "image",
+    "audio",
+    "audios",
+    "videos",
+    "video",
+    "reasoning",
+    "reasoning_content",
+    "thinking",
+    "thought",
+]
+EMPTY = ["None", "", "[]", "{}", "null"]  # the values of a column that holds nothing, as text
+COLUMNS = ["messages", "conversations", "prompt", "completion", "answer", "system", *BEYOND_TEXT]
+
+
+def read_conversation(row: dict) -> tuple[Messages, str]:
+    """Return the messages of a row that are the prompt, and a reference answer.
+
+    A last message of the assistant is the reference, unless there is a column `answer`. Without
+    either, the reference is empty.
+
+    Raises:
+        ValueError: why the row is left out.
+    """
+    refuse_beyond_text(row)
+    messages = read_messages(row.get("system"), "system")
+    turns = row.get("messages") or row.get("conversations")
+    if turns:
+        messages += read_messages(turns, role="")  # a text alone has no role
+    else:
+        messages += read_messages(row.get("prompt"), "user")
+        messages += read_messages(row.get("completion"), "assistant")
+    reference = ""
+    if messages and messages[-1]["role"] == "assistant":
+        reference = messages.pop()["content"]
+    if row.get("answer") is not None:
+        reference = str(row["answer"])
+    if all(message["role"] == "system" for message in messages):
+        raise ValueError("hold no prompt")
+    return messages, reference
+
+
+def refuse_beyond_text(item: dict) -> None:
+    """Raise a ValueError if a row or a message holds more than text."""
+    if any(str(item.get(name)) not in EMPTY for name in BEYOND_TEXT):
+        raise ValueError("hold tools, thoughts, media or template arguments beside the text")
+
+
+def read_messages(value: Any, role: str) -> Messages:
+    """Return the messages of a column: a list of them, a single one, or the text of `role`."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        value = {"role": role, "content": value}
+    if isinstance(value, dict):
+        value = [value]
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise ValueError("hold no messages")
+    return [read_message(message) for message in value]
+
+
+def read_message(message: dict) -> dict[str, str]:
+    """Return role and content of a message, or raise a ValueError if it is not plain text."""
+    refuse_beyond_text(message)
+    if message.get("weight") == 0:
+        raise ValueError("hold messages of weight 0, which are not for training")
+    role = message.get("role") or message.get("from")
+    content = message.get("content", message.get("value"))
+    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
+        texts = [part.get("text") for part in content if part.get("type") == "text"]
+        if len(texts) == len(content) and None not in texts:
+            content = "".join(texts)
+    if not isinstance(role, str) or not isinstance(content, str):
+        raise ValueError("hold messages without role or text")
+    return {"role": ROLES.get(role, role), "content": content}
+
+
+def docstring_conversations(files: list[str], version: str) -> Iterator[dict]:
+    """Yield a conversation for each documented function: think, then write its docstring."""
+    for tree, _ in common.read_python(files):
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            docstring = ast.get_docstring(node)
+            if not docstring or len(node.body) == 1:
+                continue
+            del node.body[0]
+            arguments = ", ".join(argument.arg for argument in node.args.args) or "none"
+            thought = f"<|begin_of_thought|>\narguments: {arguments}\n<|end_of_thought|>\n\n"
+            solution = f"<|begin_of_solution|>\n{docstring}\n<|end_of_solution|>"
+            yield {
+                "system": "You write docstrings. Think first, then answer.",
+                "prompt": f"Write the docstring of:\n\n{ast.unparse(node)}",
+                "completion": thought + solution,
+            }
+
+
+common.EMBEDDED["stdlib-docstrings"] = docstring_conversations
+common.PLAN += ["prompts", "answers", "answer_length"]  # a resumed run samples the same answers
+common.CONTENTS += ["init_from", "reference_weight"]  # and has the same reference
+# Single tokens of our chat format that an answer may contain.
+INSIDE = [
+    "<|begin_of_thought|>",
+    "<|end_of_thought|>",
+    "<|begin_of_solution|>",
+    "<|end_of_solution|>",
+]
+
+
+def chat_tokenizer(name: str) -> common.Tokenizer:
+    """Load a tokenizer that has a chat template, with the token that ends a turn as eos token.
+
+    The template stays as it is, because the model has learned to answer in its format.
+    """
+    tokenizer = copy.deepcopy(common.load_tokenizer(name))
+    tokenizer.split_special_tokens = False  # parse the template's tokens as tokens
+    with common.refusing(f"--tokenizer {name}: fine-tune the model with fsdp2_sft.py first"):
+        tokenizer.chat_template = tokenizer.get_chat_template()  # of several, the default one
+
+    sample = read_messages("question", "user") + read_messages("answer", "assistant")
+    with common.refusing(f"--tokenizer {name}: its chat template fails"):
+        text = tokenizer.apply_chat_template(sample, tokenize=False)
+        if "question" not in text or "answer" not in text:
+            raise ValueError("it leaves out the text of messages")
+
+    # A turn ends with the first added token after the answer that is not blank.
+    added = tokenizer.added_tokens_decoder
+    _, _, rest = text.rpartition("answer")
+    endings = [str(added[i]) for i in encode(tokenizer, rest) if i in added]
+    endings = [token for token in endings if token.strip()]
+    if endings:
+        tokenizer.eos_token = endings[0]
+    return tokenizer
+
+
+def encode(tokenizer: common.Tokenizer, text: str) -> list[int]:
+    """Return the ids of a text, with special tokens parsed as tokens."""
+    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def tokenize_prompt(row: dict, tokenizer: common.Tokenizer) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return the tokens of a prompt and its reference, which of them are the reference, and 0.
+
+    Raises:
+        ValueError: why the conversation is left out.
+    """
+    added = tokenizer.added_tokens_decoder.values()
+    special = {str(token) for token in added if token.special}
+    # Some tokenizers mark turns by added tokens that are not special.
+    markers = {str(token) for token in added if str(token) in tokenizer.chat_template}
+    messages, reference = read_conversation(row)
+    for message in messages:
+        # A text that spells out such a token could forge a turn.
+        forbidden = special | markers
+        if message["role"] == "assistant":
+            forbidden = special.difference(INSIDE)
+        text = message["role"] + message["content"]
+        if any(token in text for token in forbidden if token.strip()):
+            raise ValueError("spell out a special token")
+    render = partial(tokenizer.apply_chat_template, messages, tokenize=False)
+    text = render(add_generation_prompt=True)
+    if text == render():
+        raise ValueError("have a chat template that does not ask for an answer")
+    prompt = encode(tokenizer, text)
+    answer = encode(tokenizer, reference)
+    tokens = np.array([*prompt, *answer, tokenizer.eos_token_id], np.uint32)
+    return tokens, np.arange(len(tokens)) >= len(prompt), 0.0
+
+
+def leave_out_long(documents: common.Sequences, config: Config) -> common.Sequences:
+    """Return the documents whose prompts leave room for an answer."""
+    longest = config.max_length - config.answer_length
+    fits = documents.lengths + 1 - documents.num_targets <= longest
+    common.say(f"{(~fits).sum():,} prompts are left out, because they exceed {longest:,} tokens")
+    return common.Sequences(documents.documents, documents.index[fits])
+
+
+class Answer(NamedTuple):
+    """A sampled answer. Its last token ends the turn, unless it reached --answer_length."""
+
+    prompt: np.ndarray  # uint32, token ids
+    reference: np.ndarray  # uint32
+    tokens: np.ndarray  # uint32
+    log_probs: np.ndarray  # float32 [tokens], from sampling
+    reward: float = 0.0
+
+
+class AnswerBatches(common.Batches):
+    """Batches of the answers of one step, with what the loss needs for each target token.
+
+    Args:
+        answers: of all ranks.
+        advantages: float32 [answers].
+    """
+
+    def __init__(
+        self, answers: list[Answer], advantages: np.ndarray, config: Config, padding_id: int
+    ):
+        self.answers = answers
+        self.advantages = advantages
+        num_targets = np.array([len(answer.tokens) for answer in answers])
+        lengths = num_targets + [len(answer.prompt) - 1 for answer in answers]
+        sequences = SimpleNamespace(lengths=lengths, num_targets=num_targets, read=self.read)
+        super().__init__(sequences, config, padding_id)
+
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of prompt and answer, and which of them are the answer's."""
+        answer = self.answers[index]
+        tokens = np.concatenate([answer.prompt, answer.tokens])
+        return tokens, np.arange(len(tokens)) >= len(answer.prompt)
+
+    def collate(self, indices: np.ndarray) -> dict[str, Any]:
+        """Add to `common.Batches.collate`, for the target tokens of all sequences in order:
+
+        target_positions: int64. A GPU would need a sync to find them.
+        loss_arguments: sampled_log_probs and advantages, float32, see `policy_loss`.
+        """
+        micro_batch = super().collate(indices)
+        is_target = micro_batch["labels"].flatten() != common.IGNORED
+        log_probs = np.concatenate([self.answers[i].log_probs for i in indices])
+        advantages = np.repeat(self.advantages[indices], self.sequences.num_targets[indices])
+        micro_batch["target_positions"] = is_target.nonzero().flatten()
+        micro_batch["loss_arguments"] = {
+            "sampled_log_probs": torch.from_numpy(log_probs),
+            "advantages": torch.from_numpy(advantages),
+        }
+        return micro_batch
+
+
+# --- Reward and loss ------------------------------------------------------------------------------
+
+# The format of answers in the embedded conversations: a thought, then the docstring.
+ANSWER = re.compile(
+    r"<\|begin_of_thought\|>\narguments: (?P<arguments>.*)\n<\|end_of_thought\|>\n\n"
+    r"<\|begin_of_solution\|>\n(?P<docstring>(?:[^<]|<(?!\|))+)\n<\|end_of_solution\|>"
+)
+# The words of Python's manual, which comes with every Python.
+WORDS = set(re.findall("[a-z]{3,}", " ".join(topics.values()).lower()))
+
+
+def reward(prompt: str, answer: str, reference: str) -> float:
+    """Score an answer, 0 or more. Write your own.
+
+    It is not called for an answer that has not ended, which gets 0. So rewards below 0 are refused:
+    the model would learn not to end.
+
+    This one is from 0 to 1, by rules. An answer in the right format gets half a point for naming
+    the function's arguments, and half a point for a docstring of words from Python's manual, five
+    or more.
+
+    It may run programs, fork, change the working directory, and use any random generator. It may be
+    called twice for the same answer. It must leave alone this process's signal handlers, stdout,
+    environment, number of threads and GPU settings.
+
+    Args:
+        prompt: the conversation before the answer, as the chat template writes it.
+        answer: what the model wrote, without the token that ends the turn.
+        reference: the answer in the data, empty if there is none.
+    """
+    given = ANSWER.fullmatch(answer)
+    expected = ANSWER.fullmatch(reference)
+    if given is None or expected is None:
+        return 0.0
+    named = set(given["arguments"].split(", "))
+    arguments = set(expected["arguments"].split(", "))
+    words = set(re.findall("[a-z]{3,}", given["docstring"].lower()))
+    named_rightly = len(named & arguments) / len(named | arguments)
+    in_manual = len(words & WORDS) / max(5, len(words))
+    return (named_rightly + in_manual) / 2
+
+
+def checked_reward(prompt: str, answer: str, reference: str) -> float:
+    """Return what `reward` returns, or end the run in one line if it is not a number, 0 or more."""
+    try:
+        value = reward(prompt, answer, reference)
+    except (Exception, SystemExit) as error:  # code that a model wrote may call exit()
+        place = traceback.extract_tb(error.__traceback__)[:2][-1]  # the line of `reward`
+        reason = f"{type(error).__name__}: {error}"[:400]
+        common.refuse(f"reward() fails in {place.name}, line {place.lineno}: {reason}", code=1)
+    # Advantages are fp32.
+    if not isinstance(value, numbers.Real | np.bool_) or not 0 <= value < 1e30:
+        common.refuse(f"reward() has to return a number, 0 or more, not {value!r:.80}", code=1)
+    return float(value)
+
+
+# What is measured for each sampled token. Its mean over the global batch is logged.
+MEASURED = ["loss", "entropy", "policy_kl", "clip_fraction", "sampling_gap", "reference_kl"]
+
+
+def policy_loss(
+    log_probs: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    sampled_log_probs: torch.Tensor,
+    advantages: torch.Tensor,
+    config: Config,
+    reference_log_probs: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return sums over the target tokens of a micro-batch, float32 [MEASURED], the loss first.
+
+    The loss is PPO's (arXiv 1707.06347): the token's ratio, its probability now divided by the one
+    when it was sampled, times the advantage of its answer. Once the ratio has left its bounds in
+    the direction of the advantage, there is nothing more to gain. The upper bound may be wider,
+    because otherwise rare tokens could hardly become more likely (DAPO, arXiv 2503.14476). In the
+    first inner step all ratios are 1, and the bounds do nothing.
+
+    Args:
+        log_probs: float32 [tokens], of the sampled tokens, from the current model.
+        old_log_probs: the same, from the model at the start of the step.
+        sampled_log_probs: the same, as computed while sampling.
+        advantages: float32 [tokens], of each token's answer.
+        reference_log_probs: as `log_probs`, from the model of --init_from.
+    """
+    log_ratio = log_probs - old_log_probs
+    ratio = log_ratio.exp()
+    bounded_ratio = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    gain = torch.minimum(ratio * advantages, bounded_ratio * advantages)
+    loss = -gain
+    reference_kl = torch.zeros_like(loss)
+    if reference_log_probs is not None:
+        reference_kl = divergence(log_probs, reference_log_probs)
+        loss = loss + config.reference_weight * reference_kl
+    measured = [
+        loss,
+        -old_log_probs,  # its mean over sampled tokens is the entropy
+        divergence(old_log_probs, log_probs),
+        (gain < ratio * advantages).float(),
+        (old_log_probs - sampled_log_probs).abs(),
+        reference_kl,
+    ]
+    return torch.stack([values.sum() for values in measured])
+
+
+def divergence(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch.Tensor:
+    """Return values whose mean over tokens sampled from a distribution is its KL to the other.
+
+    They are never negative, and vary less than differences of log-probabilities (Schulman 2020,
+    Approximating KL Divergence). As a loss, their mean gradient is that of the reverse KL.
+    """
+    log_ratio = other_log_probs - log_probs
+    return log_ratio.exp() - 1 - log_ratio
 
 
 # --- Sampling -------------------------------------------------------------------------------------
@@ -1375,197 +763,439 @@ def sample(
     eos_token_id: int,
     device: torch.device,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Answers to prompts, at temperature 1, each up to the token that ends the turn.
+    """Sample answers to prompts at temperature 1, each up to the token that ends the turn.
 
-    Token t of answer i is where the cumulative probability exceeds draws[i, t]. So what is drawn
-    for an answer does not depend on what is sampled beside it (but for rounding), as it would with
-    one generator for all of them.
+    Token t of answer i is where the cumulative probability exceeds draws[i, t]. So an answer does
+    not depend on what is sampled beside it (except for rounding), as it would with one random
+    generator for all.
 
     Args:
-        prompts: ids of each prompt, of any lengths.
-        draws: float64 [answers, answer length], from 0 to 1; equally many answers to each prompt,
-            in the order of `prompts`.
+        prompts: the ids of each prompt.
+        draws: float64 [answers, answer length], in [0, 1), with equally many answers to each
+            prompt, in the order of `prompts`.
 
     Returns:
-        Of each answer the tokens (uint32) and their log-probabilities (float32).
+        The tokens (uint32) and their log-probabilities (float32) of each answer.
     """
-    longest = max(len(prompt) for prompt in prompts)
-    # All answers go on in the same column, so prompts are padded on the left.
-    ids = torch.zeros(len(prompts), longest, dtype=torch.int64)
-    mask = torch.zeros(len(prompts), longest, dtype=torch.bool)
-    for i, prompt in enumerate(prompts):
-        ids[i, -len(prompt) :] = torch.from_numpy(prompt.astype(np.int64))
-        mask[i, -len(prompt) :] = True
-    ids = ids.to(device)
-    mask = mask.to(device)
+    # All answers grow in the same column, so pad the prompts on the left.
+    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
+    rows = [torch.from_numpy(prompt.astype(np.int64)) for prompt in prompts]
+    ids = pad(rows).to(device)
+    mask = pad([torch.ones_like(row, dtype=torch.bool) for row in rows]).to(device)
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     cache = DynamicCache()
     logits = model(input_ids=ids, position_ids=positions, attention_mask=mask, cache=cache)
-    # NOTE: before transformers 5.24 the argument had another name, and `cache` meant nothing.
-    if cache.get_seq_length() != longest:
-        common.refuse("sampling needs transformers 5.24 or newer: pip install -r requirements.txt")
     # A prompt is read once for all answers to it.
     group = len(draws) // len(prompts)
     cache.batch_repeat_interleave(group)
     logits = logits.repeat_interleave(group, dim=0)
     mask = mask.repeat_interleave(group, dim=0)
-    positions = positions[:, -1:].repeat_interleave(group, dim=0)  # of the last tokens
 
     draws = torch.from_numpy(draws).to(device)
     tokens = torch.full(draws.shape, -1, device=device)
     log_probs = torch.zeros(draws.shape, device=device)
-    going = torch.arange(len(draws), device=device)  # the answers that have not ended
+    unfinished = torch.arange(len(draws), device=device)
     for t in range(draws.shape[1]):
-        ids = draw_tokens(logits, draws[going, t])
-        tokens[going, t] = ids[:, 0]
-        log_probs[going, t] = logits.log_softmax(-1).gather(1, ids)[:, 0]
-        go_on = (ids[:, 0] != eos_token_id).nonzero()[:, 0]
-        if len(go_on) == 0 or t == draws.shape[1] - 1:
+        ids = draw_tokens(logits, draws[unfinished, t])
+        tokens[unfinished, t] = ids[:, 0]
+        log_probs[unfinished, t] = logits.log_softmax(-1).gather(1, ids)[:, 0]
+        kept = (ids[:, 0] != eos_token_id).nonzero()[:, 0]
+        if len(kept) == 0 or t == draws.shape[1] - 1:
             break
-        if len(go_on) < len(going):  # an answer that has ended costs nothing more
-            going = going[go_on]
-            ids = ids[go_on]
-            mask = mask[go_on]
-            positions = positions[go_on]
-            cache.batch_select_indices(go_on)
+        if len(kept) < len(unfinished):  # an answer that has ended costs nothing more
+            unfinished = unfinished[kept]
+            ids = ids[kept]
+            mask = mask[kept]
+            cache.batch_select_indices(kept)
         mask = nn.functional.pad(mask, (0, 1), value=True)
-        positions = positions + 1
+        positions = mask.sum(1, keepdim=True) - 1
         logits = model(input_ids=ids, position_ids=positions, attention_mask=mask, cache=cache)
     tokens = tokens.cpu().numpy()
     log_probs = log_probs.cpu().numpy()
-    if not np.isfinite(log_probs).all():
-        common.refuse("logits are not finite: broken weights, or --learning_rate too high", code=1)
-    lengths = (tokens >= 0).sum(1)
     return [
-        (tokens[i, :length].astype(np.uint32), log_probs[i, :length])
-        for i, length in enumerate(lengths)
+        (ids[ids >= 0].astype(np.uint32), of_ids[ids >= 0])
+        for ids, of_ids in zip(tokens, log_probs)
     ]
 
 
 def draw_tokens(logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-    """The first token at which the cumulative probability exceeds a draw, int64 [rows, 1]."""
+    """Return the first token whose cumulative probability exceeds the draw, [sequences, 1]."""
     distribution = logits.double().softmax(-1).cumsum(-1)
-    threshold = draws[:, None] * distribution[:, -1:]  # which by rounding is not exactly 1
+    threshold = draws[:, None] * distribution[:, -1:]  # which is not exactly 1, due to rounding
     ids = torch.searchsorted(distribution, threshold, right=True)
-    return ids.clamp(max=logits.shape[-1] - 1)  # of logits of NaN, which `sample` refuses
+    return ids.clamp(max=logits.shape[-1] - 1)  # for logits of NaN; then the loss is not finite
+
+
+def sample_groups(
+    model: nn.Module,
+    documents: common.Sequences,
+    chosen: list[int],
+    num_answers: int,
+    step: int,
+    run: common.Run,
+) -> list[list[Answer]]:
+    """Sample a group of answers to the prompt of each chosen document.
+
+    The random numbers depend on the seed, the step and the document only: neither on the number of
+    ranks, nor on what was drawn before.
+    """
+    config = run.config
+    prompts, references, draws = [], [], []
+    for index in chosen:
+        tokens, in_reference = documents.read(index)
+        prompts.append(tokens[~in_reference])
+        references.append(tokens[in_reference])
+        generator = np.random.default_rng([config.seed, step, 1 + index])
+        draws.append(generator.random((num_answers, config.answer_length)))
+    eos_token_id = run.tokenizer.eos_token_id
+    sampled = sample(model, prompts, np.concatenate(draws), eos_token_id, run.device)
+    groups = []
+    for i, (prompt, reference) in enumerate(zip(prompts, references)):
+        of_prompt = sampled[i * num_answers : (i + 1) * num_answers]
+        groups.append([Answer(prompt, reference, *answer) for answer in of_prompt])
+    return groups
+
+
+def judge(tokenizer: common.Tokenizer, answer: Answer) -> Answer:
+    """Return an answer with its reward, 0 if it has not ended."""
+    if answer.tokens[-1] != tokenizer.eos_token_id:
+        return answer
+    # The last token of answer and reference ends the turn.
+    texts = map(tokenizer.decode, (answer.prompt, answer.tokens[:-1], answer.reference[:-1]))
+    return answer._replace(reward=checked_reward(*texts))
 
 
 def answer_prompts(
     model: nn.Module,
-    rows: common.Rows,
+    documents: common.Sequences,
     chosen: list[int],
     num_answers: int,
     step: int,
-    tokenizer: Any,
-    config: Config,
-    device: torch.device,
+    run: common.Run,
 ) -> list[list[Answer]]:
-    """The group of answers to the prompt of each chosen row, sampled and judged by all ranks.
+    """Return a group of answers, with rewards, to the prompt of each chosen document.
 
-    Each rank samples at its own pace; then all get all. Random numbers depend on the seed, the step
-    and the row alone: not on the number of ranks, nor on what was drawn before.
+    Each rank samples and judges its share of them at its own pace. Then all ranks get all.
     """
-    rank, size = data_parallel_rank_and_size(config)
+    config = run.config
+    rank, size = dp_rank_and_size(config)
     own = chosen[rank::size]
     groups = []
-    with whole_parameters(model, config):
+    with unsharded_parameters(model, config):
         for first in range(0, len(own), config.sample_prompts):
             some = own[first : first + config.sample_prompts]
-            draws = []
-            prompts = []
-            references = []
-            for row in some:
-                generator = np.random.default_rng([config.seed, step, 1 + row])
-                draws.append(generator.random((num_answers, config.answer_length)))
-                tokens, learned = rows.read(row)
-                begin = int(learned.argmax())  # of the answer
-                prompts.append(tokens[:begin])
-                references.append(tokens[begin:])
-            sampled = sample(model, prompts, np.concatenate(draws), tokenizer.eos_token_id, device)
-            for i, (prompt, reference) in enumerate(zip(prompts, references)):
-                of_prompt = sampled[i * num_answers : (i + 1) * num_answers]
-                groups.append([judge(tokenizer, prompt, *each, reference) for each in of_prompt])
-    of_ranks = common.gather(groups)  # waits for the rank with the longest answers
-    # Rank r had the prompts r, r + size, ...
+            groups += sample_groups(model, documents, some, num_answers, step, run)
+    while True:
+        signals = run.stop_requested
+        with torch.no_grad():  # it also restores this setting if `reward` changes it
+            judged = [[judge(run.tokenizer, answer) for answer in group] for group in groups]
+        torch.set_default_dtype(torch.float32)  # and this one
+        # NOTE: a signal that stops the run also kills programs that `reward` has started, because
+        # torchrun, Slurm and Kubernetes send it to all processes of a rank. So judge again.
+        if run.stop_requested == signals:
+            break
+    # Ranks that are late (with a slow reward) are named by the error of this barrier.
+    dist.group.WORLD.monitored_barrier(run.timeout)
+    of_ranks = common.gather(judged)
+    # Rank r has the prompts r, r + size, ...
     return [of_ranks[i % size][i // size] for i in range(len(chosen))]
 
 
-def judge(
-    tokenizer: Any,
-    prompt: np.ndarray,
-    tokens: np.ndarray,
-    log_probs: np.ndarray,
-    reference: np.ndarray,
-) -> Answer:
-    """A sampled answer with its reward, 0 if it has not ended."""
-    if tokens[-1] != tokenizer.eos_token_id:
-        return Answer(prompt, tokens, log_probs, 0.0)
-    # The last token of answer and reference ends the turn.
-    texts = map(tokenizer.decode, (prompt, tokens[:-1], reference[:-1]))
-    return Answer(prompt, tokens, log_probs, checked_reward(*texts))
-
-
 def roll_out(
-    model: nn.Module,
-    rows: common.Rows,
-    step: int,
-    tokenizer: Any,
-    config: Config,
-    device: torch.device,
+    model: nn.Module, documents: common.Sequences, step: int, run: common.Run
 ) -> tuple[common.GlobalBatch, dict[str, float]]:
-    """What a step trains on, answers to prompts that it draws; and what is measured of them."""
+    """Return the answers that a step trains on, to prompts chosen at random, and measurements."""
+    started = time.perf_counter()
+    config = run.config
     generator = np.random.default_rng([config.seed, step, 0])
-    chosen = generator.choice(len(rows.lengths), config.prompts, replace=False).tolist()
-    groups = answer_prompts(model, rows, chosen, config.answers, step, tokenizer, config, device)
+    chosen = generator.choice(len(documents.lengths), config.prompts, replace=False).tolist()
+    groups = answer_prompts(model, documents, chosen, config.answers, step, run)
     rewards = np.array([[answer.reward for answer in group] for group in groups])
-    advantages = rewards - rewards.mean(1, keepdims=True)
+    advantages = (rewards - rewards.mean(1, keepdims=True)).flatten().astype(np.float32)
     answers = [answer for group in groups for answer in group]
 
-    rank, size = data_parallel_rank_and_size(config)
-    batches = AnswerBatches(
-        answers,
-        advantages.flatten().astype(np.float32),
-        ranks=size,
-        batching=config.batching,
-        max_length=config.max_length,
-        micro_batch_tokens=config.micro_batch_tokens,
-        pad_to_multiple_of=config.pad_to_multiple_of,
-        padding_id=tokenizer.eos_token_id,
-        seed=config.seed,
-    )
-    batch = batches.global_batch(0, batches.num_micro_batches, rank, size)
-    unended = [answer.tokens[-1] != tokenizer.eos_token_id for answer in answers]
-    measured = {
+    rank, size = dp_rank_and_size(config)
+    eos_token_id = run.tokenizer.eos_token_id
+    batches = AnswerBatches(answers, advantages, config, padding_id=eos_token_id)
+    micro_batches = batches.plan(0)
+    # A forward all-gathers, so each rank needs equally many micro-batches. There are enough answers
+    # to halve, because their number is a multiple of the ranks.
+    while len(micro_batches) % size:
+        micro_batches.sort(key=len)
+        largest = micro_batches.pop()
+        micro_batches += np.array_split(largest, 2)
+    batch = batches.global_batch(micro_batches, rank, size)
+    batch.started = started
+    return batch, {
         "reward": rewards.mean(),
-        # The part of the prompts whose answers differ in reward. The others teach nothing.
+        # The fraction of prompts whose answers differ in reward. Only these have a gradient.
         "mixed": (rewards.max(1) > rewards.min(1)).mean(),
-        "answer_length": batch.num_labels / len(answers),
-        "truncated": np.mean(unended),
+        "answer_length": batch.num_targets / len(answers),
+        "truncated": np.mean([answer.tokens[-1] != eos_token_id for answer in answers]),
+        "sample_seconds": time.perf_counter() - started,
     }
-    return batch, {name: float(value) for name, value in measured.items()}
+
+
+# --- Model ----------------------------------------------------------------------------------------
+# An ordinary transformers model that returns log-probabilities. It knows nothing of ranks.
+
+# The loss computes the logits of this many tokens at a time: 1.2 GB in fp32 for 150,000 ids.
+CHUNK_TOKENS = 2048
+
+
+def build_model_config(config: Config, tokenizer: common.Tokenizer) -> PreTrainedConfig:
+    """Build the architecture of a named shape, or read the config.json that --model points to."""
+    vocabulary_size = 1 + max(tokenizer.get_vocab().values())  # some tokenizers skip ids
+    if config.model in SHAPES:
+        padded_size = math.ceil(vocabulary_size / 64) * 64  # keeps the head's matmul fast
+        model_config = AutoConfig.for_model(vocab_size=padded_size, **SHAPES[config.model])
+    else:
+        model_config = common.read_model_config(config, vocabulary_size)
+    model_config.eos_token_id = tokenizer.eos_token_id  # where generation stops
+    # transformers would keep the embedding of a pad token at zero. Padding is masked by position.
+    model_config.pad_token_id = None
+    model_config.bos_token_id = None
+    return model_config
+
+
+def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
+    """Build the model on the meta device: it has shapes, but no memory and no weights yet."""
+    AttentionInterface.register("documents", document_attention)
+    # For bucketed batches, transformers picks SDPA, or eager attention where a type lacks it.
+    attention = "documents" if config.batching == "packed" else None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            model_config, dtype=torch.float32, attn_implementation=attention
+        )
+    log_probs = torch.compile(chunk_log_probs) if config.compile else chunk_log_probs
+    model.forward = partial(forward_with_log_probs, model, log_probs)
+    return model.eval()  # no dropout: train the policy that sampled
+
+
+def forward_with_log_probs(
+    self: nn.Module,
+    log_probs: Callable,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    target_positions: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Replace the model's forward; returns log-probabilities of the target tokens, [targets].
+
+    The logits of a whole micro-batch, [tokens, vocabulary], would be its largest tensor by far.
+    Computing them chunk by chunk, and again in backward, never holds more than one chunk.
+
+    Without labels, it returns the logits of the next token, float32 [sequences, vocabulary].
+
+    NOTE: the head has to be inside the root's forward. FSDP all-gathers the parameters of a module
+    for its forward only, and the head belongs to the root.
+
+    Args:
+        log_probs: `chunk_log_probs`, or the same compiled.
+        input_ids, labels: int64 [sequences, length]. Labels are already shifted.
+        target_positions: int64 [targets], which of the flattened positions go through the head.
+        kwargs: the other keys of a micro-batch, see `common.Batches.collate`.
+    """
+    head = self.get_output_embeddings()
+    output = self.get_decoder()(input_ids=input_ids, use_cache=labels is None, **kwargs)
+    if labels is None:
+        return head(output.last_hidden_state[:, -1]).float()
+    hidden = output.last_hidden_state.flatten(0, 1)[target_positions]  # [targets, hidden size]
+    labels = labels.flatten()[target_positions]
+    if len(labels) <= CHUNK_TOKENS:
+        return log_probs(hidden, head.weight, head.bias, labels)
+    return torch.cat(
+        [
+            checkpoint(log_probs, chunk, head.weight, head.bias, targets, use_reentrant=False)
+            for chunk, targets in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
+        ]
+    )
+
+
+def chunk_log_probs(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+) -> torch.Tensor:
+    """Return the log-probabilities of the labels, computed in fp32."""
+    logits = nn.functional.linear(hidden, weight, bias)  # [chunk, vocabulary]
+    return -nn.functional.cross_entropy(logits.float(), labels, reduction="none")
+
+
+def document_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    cu_seq_lens_q: torch.Tensor | None = None,
+    max_length_q: int = 0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention within each document of a packed sequence, for `AttentionInterface`.
+
+    SDPA would need a [length, length] mask, and would compute what the mask hides.
+
+    Args:
+        query: [1, heads, length, head size]; key and value may have fewer heads.
+        scaling: factor of the scores; None for 1 / sqrt(head size).
+        cu_seq_lens_q: int32 [documents + 1], cumulative sequence lengths.
+        max_length_q: the longest a document can be.
+
+    Raises:
+        ValueError: the model asks for something that this attention does not apply.
+    """
+    window = kwargs.get("sliding_window") or max_length_q
+    if attention_mask is not None or kwargs.get("s_aux") is not None or window < max_length_q:
+        raise ValueError("packed attention has no mask, no sinks and no sliding window")
+    # Under autocast (DDP in bf16), rotary embeddings return fp32 queries and keys.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    if not query.is_cuda or query.dtype == torch.float32:
+        return attend_one_by_one(query, key, value, cu_seq_lens_q, scaling), None
+    output = varlen_attn(
+        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),  # [length, heads, size]
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
+        window_size=(-1, 0),  # all tokens before, none after
+        enable_gqa=True,
+    )
+    return output[None], None
+
+
+@torch.compiler.disable  # document lengths differ in every micro-batch
+def attend_one_by_one(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    boundaries: torch.Tensor,
+    scaling: float | None,
+) -> torch.Tensor:
+    """Compute the same without the variable-length kernel, which needs CUDA and half precision."""
+    lengths = [length for length in boundaries.diff().tolist() if length > 0]
+    outputs = [
+        nn.functional.scaled_dot_product_attention(
+            *document, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        for document in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
+    ]
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+
+
+def transformer_blocks(model: nn.Module) -> nn.ModuleList:
+    """Return the list of transformer blocks: the first list of modules in the decoder."""
+    return next(m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList))
+
+
+def modules_outside_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the embedding, the last norm, the head, and the modules that contain them."""
+    inside = set(transformer_blocks(model).modules())
+    return [module for module in model.modules() if module not in inside]
+
+
+def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
+    """Recompute the activations of blocks in backward, so that they need not be kept.
+
+    `full` keeps only a block's input, `selective` also the results that `keep_expensive` chooses. A
+    fraction applies `full` to that part of the blocks.
+    """
+    if mode == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    fraction = 1.0
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
+    elif mode != "full":
+        fraction = float(mode)
+
+    def recompute(forward: Callable) -> Callable:
+        # NOTE: not functools.partial, of which torch.compile would ignore the `context_fn`.
+        return lambda *args, **kwargs: checkpoint(forward, *args, **options, **kwargs)
+
+    for i, block in enumerate(blocks):
+        # Spread the blocks over the depth: 0.5 takes every second one, 0.25 every fourth.
+        if int((i + 1) * fraction) > int(i * fraction):
+            block.forward = recompute(block.forward)
+
+
+def keep_expensive(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep the results of matmuls, attention and collectives, and recompute the cheap rest."""
+    expensive = ["mm.", "attention", "attn", "c10d"]  # in names such as aten.addmm.default
+    if any(part in str(operator) for part in expensive):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compile_blocks(blocks: Iterable[nn.Module], config: Config) -> None:
+    """Compile each block on its own: blocks are alike, so they share the compiled graphs."""
+    # With few lengths, compile a graph for each, for training and for validation. Otherwise let the
+    # compiler find one graph for all lengths.
+    few_lengths = config.pad_to_multiple_of > 1 or config.batching == "packed"
+    torch._dynamo.config.recompile_limit = 1000
+    for block in blocks:
+        block.compile(dynamic=False if few_lengths else None)
+
+
+@torch.no_grad()
+def initialize(
+    model: nn.Module, modules: Iterable[nn.Module], seed: int, device: torch.device
+) -> None:
+    """Give modules of `model` that are on the meta device memory and initial weights.
+
+    The weights depend only on the seed and the module's name, so every strategy and every world
+    size starts from the same model.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    for module in reversed(list(modules)):  # children first
+        module.to_empty(device=device, recurse=False)
+        torch.manual_seed(zlib.crc32(f"{seed} {names[module]}".encode()))
+        # NOTE: this also rebuilds the rotary frequencies. They are a buffer that no checkpoint
+        # holds, and `to_empty` leaves garbage in it.
+        model._init_weights(module)
 
 
 # --- Optimizer and schedule -----------------------------------------------------------------------
 
 
+def weight_decay_names(model: nn.Module) -> set[str]:
+    """Return the names of parameters with weight decay: matrices except embeddings.
+
+    NOTE: call it before `parallelize`, because FSDP1 flattens parameters to one dimension.
+    """
+    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    return {
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.ndim > 1 and parameter not in embeddings and not name.endswith("bias")
+    }
+
+
 def build_optimizer(model: nn.Module, decayed: set[str], config: Config) -> torch.optim.AdamW:
-    """AdamW on the parameters as this rank holds them."""
-    parameters = named_parameters(model)
+    """Build AdamW over this rank's parameters; `decayed` are the names with weight decay."""
+    with_decay, without_decay = [], []
+    for name, parameter in optimizer_parameters(model):
+        if parameter.requires_grad:
+            (with_decay if name in decayed else without_decay).append(parameter)
     groups = [
-        {
-            "params": [parameter for name, parameter in parameters if name in decayed],
-            "weight_decay": config.weight_decay,
-        },
-        {
-            "params": [parameter for name, parameter in parameters if name not in decayed],
-            "weight_decay": 0.0,
-        },
+        {"params": with_decay, "weight_decay": config.weight_decay},
+        {"params": without_decay, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
+def set_learning_rates(config: Config, num_parameters: int) -> None:
+    """Fill in the learning rates that no flag sets. A high one ruins what a large model knows."""
+    if config.learning_rate is None:
+        config.learning_rate = 5e-4 if num_parameters < 10_000_000 else 1e-6
+    if config.min_learning_rate is None:
+        config.min_learning_rate = config.learning_rate / 10
+    if config.min_learning_rate > config.learning_rate:
+        common.refuse("--min_learning_rate is above --learning_rate")
+
+
 def learning_rate_at(step: int, config: Config) -> float:
-    """Linear warm-up, then a cosine down to the minimum, reached at the last step."""
+    """Linear warm-up, then cosine decay to the minimum, which the last step reaches."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
     progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
@@ -1573,100 +1203,7 @@ def learning_rate_at(step: int, config: Config) -> float:
     return config.min_learning_rate + cosine * (config.learning_rate - config.min_learning_rate)
 
 
-# --- Checkpoints ----------------------------------------------------------------------------------
-
-CUDA = torch.cuda.is_available()
-# Copies a state dict to CPU memory. NOTE: it uses the same memory each time, so a copy is good
-# until the next one; `common.Checkpoints` waits for a write before it asks for the next.
-STAGER = dcp.staging.DefaultStager(
-    dcp.staging.StagingOptions(
-        use_pinned_memory=CUDA,
-        use_shared_memory=False,
-        use_async_staging=False,
-        use_non_blocking_copy=CUDA,
-    )
-)
-
-
-class State(dcp.stateful.Stateful):
-    """Model and optimizer as one object that DCP, torch.distributed.checkpoint, can ask and fill.
-
-    Tensors go by the model's own parameter names and whole shapes, whatever the strategy: so any
-    script at any world size can load what another one saved.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self.model = model
-        self.optimizer = optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        # NOTE: optimizer.state_dict() would be empty before the first step, with nothing for a load
-        # to fill. This makes the moments then, by a step with a learning rate of 0.
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        for group in optimizer["param_groups"]:
-            # A rank may have only some of the parameters, but a file has one list of their names.
-            names = common.gather(group["params"])  # a collective: those of each rank
-            group["params"] = sorted(set().union(*names))
-        return {"model": model, "optimizer": optimizer}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        own = {name for name, _ in named_parameters(self.model)}
-        for group in state_dict["optimizer"]["param_groups"]:
-            group["params"] = [name for name in group["params"] if name in own]
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optimizer"],
-        )
-
-
-def save_checkpoint(
-    state: State,
-    model_config: PreTrainedConfig,
-    tokenizer: Any,
-    config: Config,
-    group: dist.ProcessGroup,
-) -> Callable[[Path], None]:
-    """Returns what writes this moment's state to a directory, each rank its part.
-
-    `common.Checkpoints` calls it in a thread of its own, with a group of its own: training may go
-    on meanwhile, and its collectives must not mix with those of the write.
-    """
-    state_dict = state.state_dict()
-    if config.async_checkpoint:
-        state_dict = STAGER.stage(state_dict)  # training is about to change the original
-
-    def write(directory: Path) -> None:
-        if dist.get_rank() == 0:
-            model_config.save_pretrained(directory / "hf")
-            common.save_tokenizer(tokenizer, directory / "hf")
-        if config.checkpoint_style == "stateful":
-            dcp.save({"app": state_dict}, checkpoint_id=directory, process_group=group)
-        else:
-            for name, part in state_dict.items():
-                dcp.save(part, checkpoint_id=directory / name, process_group=group)
-
-    return write
-
-
-def load_checkpoint(state: State, config: Config, directory: Path) -> None:
-    """Each rank reads what it keeps, into the tensors of the state that it has now."""
-    groups = state.optimizer.param_groups
-    given = [{key: group[key] for key in group if key != "params"} for group in groups]
-    if (directory / "model").is_dir():
-        state_dict = state.state_dict()
-        for name, part in state_dict.items():
-            dcp.load(part, checkpoint_id=directory / name)
-        state.load_state_dict(state_dict)
-    else:
-        dcp.load({"app": state}, checkpoint_id=directory)
-    # Hyper-parameters come with the moments, but those of the flags hold: they may have changed.
-    for group, hyper_parameters in zip(state.optimizer.param_groups, given):
-        group.update(hyper_parameters)
-
-
-# --- Training -------------------------------------------------------------------------------------
+# --- Training and validation ----------------------------------------------------------------------
 
 
 def train_step(
@@ -1678,44 +1215,31 @@ def train_step(
     config: Config,
     device: torch.device,
 ) -> dict[str, float]:
-    """Optimizer steps on the answers of a step; returns what is measured in the last of them."""
+    """Run the optimizer steps on a step's answers; returns what the last of them measured."""
+    add_reference(reference, batch, device)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    add_reference(reference, batch, device)
     old_log_probs: list[torch.Tensor] = []
     for _ in range(config.inner_steps):
         total = forward_backward(model, batch, old_log_probs, config, device)
-        grad_norm = clip_gradients(model, config.grad_clip or math.inf)
+        grad_norm = clip_grad_norm(model, config.grad_clip or math.inf)
         optimizer.step()
-        optimizer.zero_grad()
-        expert_load = balance_experts(model, config.balance_rate)
-    # Reading a number waits for the GPU, so it comes last.
-    measured = dict(zip(MEASURED, (total / batch.num_labels).tolist()))
-    measured["grad_norm"] = grad_norm.item()
-    if not math.isfinite(measured["grad_norm"]):  # nor are the weights now: they are not saved
-        common.refuse("gradients are no longer finite: lower --learning_rate or rewards", code=1)
-    if expert_load is not None:
-        measured["expert_load"] = expert_load.item()
-    return measured
+        zero_grad(model, optimizer)
+    # `.item()` synchronizes with the GPU, so do it last.
+    measured = dict(zip(MEASURED, (total / batch.num_targets).tolist()))
+    return measured | {"grad_norm": grad_norm.item()}
 
 
-# --- Validation -----------------------------------------------------------------------------------
-
-
-def evaluate(
-    model: nn.Module, rows: common.Rows, tokenizer: Any, config: Config, device: torch.device
-) -> float:
-    """Mean reward of answers to held-out prompts, drawn by the same random numbers each time."""
-    # The file may be sorted by difficulty.
-    chosen = np.random.default_rng(0).permutation(len(rows.lengths))[: config.eval_prompts].tolist()
-    groups = answer_prompts(model, rows, chosen, config.eval_answers, 0, tokenizer, config, device)
-    return float(np.mean([answer.reward for group in groups for answer in group]))
-
-
-def log_validation(run: common.Run, step: int, reward: float) -> None:
-    """Log a validation under the training step it belongs to."""
-    run.log({"step": step, "validation_reward": reward})
-    run.say(f"step {step}: validation reward {reward:.4f}")
+def evaluate(model: nn.Module, documents: common.Sequences, step: int, run: common.Run) -> float:
+    """Log and return the mean reward on held-out prompts, always with the same random numbers."""
+    # The file may be sorted by difficulty, so choose at random.
+    shuffled = np.random.default_rng(0).permutation(len(documents.lengths))
+    chosen = shuffled[: run.config.eval_prompts].tolist()
+    groups = answer_prompts(model, documents, chosen, run.config.eval_answers, 0, run)
+    mean = np.mean([answer.reward for group in groups for answer in group])
+    run.log({"step": step, "validation_reward": mean})
+    common.say(f"step {step}: validation reward {mean:.4f}")
+    return mean
 
 
 # --- Main -----------------------------------------------------------------------------------------
@@ -1724,114 +1248,77 @@ def log_validation(run: common.Run, step: int, reward: float) -> None:
 def main() -> None:
     config = common.parse_config(Config)
 
-    # Preparing data may take long, so it comes before the ranks meet and wait for each other: the
-    # first rank of a node does it, the others find it in the cache.
-    tokenizer, known_ids = chat_tokenizer(config.tokenizer)
-    vocabulary_size = 1 + max(tokenizer.get_vocab().values())
-    if config.init_from and vocabulary_size > known_ids:
-        # The tokens of the template are new to the model: it needs embeddings for them.
-        sizes = (known_ids, vocabulary_size)
-        config.init_from = common.change_once(config.init_from, "grown", grow_vocabulary, *sizes)
-        config.model = config.init_from
-    rows = common.load_rows(
-        config.dataset,
-        config.dataset_config,
-        config.dataset_split,
-        columns=CONVERSATIONS,
-        function=chat_rows,
-        tokenizer=tokenizer,
-        max_length=config.max_length - config.answer_length,
-    )
-    training_rows, validation_rows = rows.split()
-    if config.prompts > len(training_rows.lengths):
-        left = len(training_rows.lengths)
-        common.refuse(f"--prompts {config.prompts}, but only {left} are there to train on")
-    model_config = build_model_config(config, vocabulary_size, tokenizer.eos_token_id)
+    # Tokenizing can take longer than a collective may wait, so do it before the ranks meet. The
+    # first rank of a node does the work, and the others find it in the cache.
+    tokenizer = chat_tokenizer(config.tokenizer)
+    documents = common.load_documents(config, COLUMNS, tokenize_prompt, tokenizer)
+    training, validation = leave_out_long(documents, config).split()
+    if config.prompts > len(training.lengths):
+        common.refuse(
+            f"--prompts {config.prompts} exceeds the {len(training.lengths)} training prompts"
+        )
+    model_config = build_model_config(config, tokenizer)
+    if model_config.model_type not in common.PACKED_TYPES.split():
+        # The others have caches or positions with which `sample` would be wrong.
+        common.refuse(f"--model {config.model}: type {model_config.model_type} cannot sample here")
     if config.steps == 0:
         print("the data is prepared")
         return
 
     device = init_process_group(config)
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    contents = common.describe_contents(model_config, tokenizer, rows)
-    if config.reference_weight:
-        # A resumed run has to have the same reference.
-        files = sorted(Path(config.init_from).glob("*.safetensors"))
-        contents = common.fingerprint(contents, [common.sum_of(file) for file in files])
     model = build_model(config, model_config)
-    size = ModelSize(model)
-    run = common.Run(vars(config), size.num_parameters, contents, device, rank, world_size)
-    for note, count in rows.notes.items():
-        if note:
-            run.say(f"{count:,} prompts are {note}")
-    checkpoints = common.Checkpoints(
-        run.directory / "checkpoints",
-        keep=config.keep_checkpoints,
-        facts=run.facts,
-        rank=rank,
-        world_size=world_size,
-        timeout=run.timeout,
-    )
-    # Where the run goes on from, if there is something: every rank checks a part of its files.
-    resumed, progress = checkpoints.find(config.resume)
+    set_learning_rates(config, model.num_parameters())
+    run = common.Run(config, model, tokenizer, documents, device)
+    if config.reference_weight:
+        # A resumed run needs the same reference.
+        files = sorted(Path(config.init_from).glob("*.safetensors"))
+        sums = [common.sum_of(file) for file in files]
+        run.facts["contents"] = common.fingerprint(run.facts["contents"], sums)
+    checkpoints = common.Checkpoints(run)
+    resumed, progress = checkpoints.find()
 
     decayed = weight_decay_names(model)
     model = parallelize(model, config, device)
     optimizer = build_optimizer(model, decayed, config)
-    state = State(model, optimizer)
     if resumed:
-        load_checkpoint(state, config, resumed)
+        common.load_checkpoint(resumed, model, optimizer)
     elif config.init_from:
         common.load_weights(model, config.init_from)
     reference = None
     if config.reference_weight:
         reference = parallelize(build_model(config, model_config), config, device)
         common.load_weights(reference, config.init_from)
-    save = partial(save_checkpoint, state, model_config, tokenizer, config, checkpoints.group)
 
     run.begin(resumed, progress["step"])
     if not resumed:
-        log_validation(run, 0, evaluate(model, validation_rows, tokenizer, config, device))
-    # Prompts and random numbers are a function of the step number: nothing of them has to be saved.
+        evaluate(model, validation, 0, run)
+    # Prompts and random numbers depend on the step number, so a resumed run needs no other state.
     for step in range(progress["step"] + 1, config.steps + 1):
-        started = time.perf_counter()
-        batch, of_answers = roll_out(model, training_rows, step, tokenizer, config, device)
-        sample_seconds = time.perf_counter() - started
+        batch, of_answers = roll_out(model, training, step, run)
         if of_answers["mixed"] == 0:
-            run.say(f"step {step}: answers to the same prompt all got the same: no gradient")
+            common.say(f"step {step}: no gradient, all answers to a prompt have the same reward")
         learning_rate = learning_rate_at(step, config)
         measured = train_step(model, reference, optimizer, batch, learning_rate, config, device)
-        progress = {"step": step, "tokens": progress["tokens"] + batch.num_labels}
-        run.log_step(
-            batch,
-            size.flops(batch) * config.inner_steps,
-            aim="reward",
-            **progress,
-            **of_answers,
-            **measured,
-            learning_rate=learning_rate,
-            sample_seconds=sample_seconds,
-            step_seconds=time.perf_counter() - started,
-        )
-        stopping = run.should_stop()  # a signal came to any rank
+        measured |= of_answers | {"learning_rate": learning_rate}
+        progress = {"step": step, "tokens": progress["tokens"] + batch.num_targets}
+        run.log_step(batch, aim="reward", **progress, **measured)
+        checkpoints.refuse_non_finite(step, measured)
+        stopping = run.should_stop()  # whether any rank received a signal
         if step % config.eval_every == 0 or step == config.steps:
-            validation_reward = evaluate(model, validation_rows, tokenizer, config, device)
-            log_validation(run, step, validation_reward)
-            progress["validation_loss"] = -validation_reward  # the best checkpoint has the least
+            # The best checkpoint is the one with the lowest.
+            progress["validation_loss"] = -evaluate(model, validation, step, run)
         if step % config.checkpoint_every == 0 or step == config.steps or stopping:
-            checkpoints.write(save, progress, config.async_checkpoint)
+            checkpoints.save(model, optimizer, progress)
         if stopping:
             break
     checkpoints.wait()
 
-    # Leaving with the model alive can abort in the communication threads: drop it, then the group.
-    del model, reference, optimizer, state, save
+    # The communication threads can abort at exit while a model is alive, so free it first.
+    del model, reference, optimizer
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    next_command = NEXT_COMMAND.format(run_dir=config.run_dir)
-    run.finish(progress["step"], checkpoints.last, validation_rows.prompt(), next_command)
+    run.finish(progress["step"], checkpoints.last, validation.prompt(), NEXT_COMMAND)
 
 
 if __name__ == "__main__":

@@ -1,247 +1,67 @@
-"""Causal-LM pretraining with FSDP2 and pipeline parallelism: S stages, each some of the blocks.
+"""Causal-LM pretraining with FSDP2 and pipeline parallelism: each stage holds some of the blocks.
 
     torchrun --standalone --nproc-per-node=2 fsdp2_pp_pretrain.py
 
-Choose it where machines have slow links: stages across machines, the shards of a stage in one.
-`diff fsdp2_pretrain.py fsdp2_pp_pretrain.py` is what it adds: in the section Strategy. Read
+When to use it: the links between machines are too slow for FSDP2's all-gathers. Give each machine a
+stage: stages only send each other hidden states, and FSDP2 shards a stage within its machine. A
+step needs many micro-batches to keep the bubble small. Read fsdp2_pretrain.py before it, and
 fsdp2_ep_pretrain.py next.
 
-What each of SN ranks keeps: 1/N of its stage's parameters, gradients and AdamW moments (a tied
-embedding is on the first stage and on the last); during a step its stage's parameters and gradients
-whole, the activations of up to S micro-batches, and room for what it receives of all k.
+Memory per rank, with S stages of N ranks: 1/N of its stage's parameters, gradients and AdamW
+moments. During a step also the stage's unsharded parameters and gradients, the activations of up to
+S micro-batches, and receive buffers for all k micro-batches. The first and the last stage both hold
+a tied embedding.
 
-What moves between neighbouring stages: of each micro-batch hidden states forward and their
-gradients back, A each, A: bytes of [micro_batch_tokens, hidden size]. What moves within a stage in
-a step, with P the bytes of the stage: one all-gather of its parameters and one reduce-scatter of
-its gradients, P(N-1)/N each, however many micro-batches.
+Communication volume per step, with A the bytes of [micro_batch_tokens, hidden size]: for each
+micro-batch, a stage sends hidden states (A) to the next stage, and their gradients (A) come back.
+Within a stage, with P the bytes of its parameters: one all-gather of the parameters and one
+reduce-scatter of the gradients, P(N-1)/N each, however many micro-batches there are.
 
-The bubble: of the k+S-1 turns that k micro-batches take through S stages, a stage waits S-1. GPipe
-(arXiv 1811.06965) sends all micro-batches forward, then all back. 1F1B (arXiv 2104.04473), used
-here, waits as long, but goes back with each as soon as it can, so it keeps the activations of S,
-not k. Interleaved schedules (the same paper) give a rank v shorter stages: a v-th of the bubble for
-v times the traffic. Zero-bubble schedules (arXiv 2401.10241) fill it with the gradients of weights,
-which no other stage waits for.
+The bubble: k micro-batches need k+S-1 slots to pass through S stages, and each stage idles in S-1
+of them. GPipe (arXiv 1811.06965) runs all forwards, then all backwards. 1F1B (arXiv 2104.04473),
+used here, has the same bubble but runs each backward as early as it can. So a stage keeps the
+activations of S micro-batches instead of k. Interleaved schedules (same paper) give each rank v
+shorter stages, which divides the bubble by v and multiplies the volume by v. Zero-bubble schedules
+(arXiv 2401.10241) fill it with the gradients of weights, which no other stage waits for.
 """
 
-import contextlib
 import gc
 import math
 import os
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.attention.varlen import varlen_attn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-from transformers.integrations.sdpa_attention import repeat_kv
 
 import common
 from common import flag
 
 # --- Config ---------------------------------------------------------------------------------------
 
-# What the end of a run suggests to try next.
-NEXT_COMMAND = "torchrun --nproc-per-node=2 fsdp2_sft.py --init_from {run_dir}"
-
-
-@dataclass(config=ConfigDict(allow_inf_nan=False))
-class Config:
-    # model
-    model: str = flag(
-        "tiny",
-        "tiny, qwen2-0.5b; tiny-moe, qwen3-30b-a3b (mixtures of experts); or a directory or hub id "
-        "with a config.json",
-    )
-    init_from: str | None = flag(
-        None,
-        "weights to start from: a run directory, or a Hugging Face directory or hub id. Its model "
-        "and tokenizer take the place of --model and --tokenizer, unless these are given",
-    )
-    tokenizer: str = flag("bytes", "bytes, a tiktoken encoding (gpt2), or a directory or hub id")
-
-    # data
-    dataset: str = flag("stdlib", "stdlib, hub id, or .parquet .jsonl .csv .txt file, glob or URL")
-    dataset_config: str | None = flag(None, "configuration name of a hub dataset")
-    dataset_split: str = flag("train", "split, as in datasets.load_dataset")
-    text_column: str = flag("text", "column that holds the text")
-    max_length: PositiveInt = flag(512, "longest row in tokens; longer documents become several")
-    pad_to_multiple_of: PositiveInt = flag(1, "row lengths are rounded up to a multiple of this")
-    batching: Literal["bucketed", "packed"] = flag(
-        "bucketed",
-        "bucketed: rows of similar length, padded on the right; packed: whole documents fill one "
-        "row, and attention stays within each",
-    )
-    micro_batch_tokens: PositiveInt = flag(
-        1024, "token positions of one forward pass of one rank, padding included"
-    )
-    global_batch_tokens: PositiveInt = flag(
-        4096, "token positions of one optimizer step, over all ranks"
-    )
-
-    # optimization
-    steps: Annotated[int, Field(ge=0, lt=10**8)] = flag(
-        550, "optimizer steps of the whole run; 0 prepares the data and ends"
-    )
-    learning_rate: PositiveFloat = flag(5e-3, "peak learning rate of AdamW")
-    min_learning_rate: NonNegativeFloat = flag(1e-4, "learning rate at the end of the cosine")
-    warmup_steps: NonNegativeInt = flag(20, "steps of linear warm-up")
-    weight_decay: NonNegativeFloat = flag(
-        0.1, "weight decay of matrices; embeddings, norms and biases have none"
-    )
-    grad_clip: NonNegativeFloat = flag(1.0, "clip gradients to this norm; 0 does not clip")
-    balance_rate: NonNegativeFloat = flag(
-        1e-2,
-        "how much a step moves the bias of a router, so that experts get equally many tokens; for "
-        "mixtures of experts that have one (DeepSeek-V3: 0.001, in many more steps)",
-    )
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = flag(0, "seed of initial weights and data order")
-
-    # precision, memory and speed
-    precision: Literal["auto", "fp32", "bf16", "float8"] = flag(
-        "auto",
-        "precision of compute; auto is bf16 on GPUs that have it and fp32 elsewhere; float8 is "
-        "bf16 with the products of blocks' linear layers in float8 (torchao, rowwise scales)",
-    )
-    activation_checkpointing: Annotated[str, Field(pattern=r"^(none|full|selective|0?\.\d+)$")] = (
-        flag("none", "none, full, selective, or a fraction of the blocks such as 0.5")
-    )
-    compile: bool = flag(False, "compile each transformer block on its own")
-
-    # validation and checkpoints
-    eval_every: PositiveInt = flag(200, "steps between validations")
-    eval_batches: PositiveInt = flag(256, "micro-batches of one validation, over all ranks")
-    checkpoint_every: PositiveInt = flag(100, "steps between checkpoints; the last step has one")
-    keep_checkpoints: PositiveInt = flag(
-        2, "how many of the newest checkpoints stay; the best by validation loss stays too"
-    )
-    checkpoint_style: Literal["stateful", "separate"] = flag(
-        "separate",
-        "stateful: model and optimizer in one Stateful object; separate: a directory for each. "
-        "Either is read by every script",
-    )
-    async_checkpoint: bool = flag(False, "train on while a checkpoint is written")
-    resume: str = flag(
-        "auto",
-        "auto, never, or a checkpoint's path (it holds a pickle: load only those you trust)",
-    )
-
-    # the run
-    run_dir: str = flag("runs/fsdp2_pp_pretrain", "directory of everything that the run writes")
-    timeout_minutes: Annotated[float, Field(ge=0.05)] = flag(
-        10.0, "longest wait for another rank, in minutes"
-    )
-    trace_steps: list[PositiveInt] | None = flag(None, "first and last step to profile")
-    wandb_project: str | None = flag(None, "Weights & Biases project to log to as well")
-
-    # this strategy
-    pipeline_parallel: PositiveInt = flag(2, "stages that share the blocks")
-    dp_replicate: PositiveInt = flag(1, "replicas of each sharded stage (hybrid sharding, HSDP)")
-    cpu_offload: bool = flag(False, "keep parameters, gradients and moments in CPU memory")
-
-    def __post_init__(self) -> None:
-        """Check what flags mean together; the limits of each one stand beside it."""
-        if self.precision == "auto":
-            # Before Ampere, GPUs only emulate bf16.
-            bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
-            self.precision = "bf16" if bf16 else "fp32"
-        if self.min_learning_rate > self.learning_rate:
-            raise ValueError("--min_learning_rate is above --learning_rate")
-        multiple = self.pad_to_multiple_of
-        padded_length = math.ceil(self.max_length / multiple) * multiple
-        if padded_length > self.micro_batch_tokens:
-            raise ValueError("--micro_batch_tokens cannot hold a row of --max_length, padded")
-        if self.trace_steps is not None:
-            if len(self.trace_steps) != 2:
-                raise ValueError("--trace_steps takes two numbers, a first and a last step")
-            first, last = self.trace_steps
-            if not first <= last <= self.steps:
-                raise ValueError("--trace_steps are a first and a last step of the run")
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        if self.steps and world_size % self.pipeline_parallel:
-            raise ValueError(
-                f"--pipeline_parallel {self.pipeline_parallel} must divide {world_size} ranks"
-            )
-        groups = max(1, world_size // self.pipeline_parallel)  # ranks of a stage: each has own data
-        if self.steps and groups % self.dp_replicate:
-            raise ValueError(
-                f"--dp_replicate {self.dp_replicate} does not divide the {groups} ranks of a stage"
-            )
-        unit = self.micro_batch_tokens * groups
-        if self.global_batch_tokens % unit:
-            larger = (self.global_batch_tokens // unit + 1) * unit
-            raise ValueError(
-                f"--global_batch_tokens {self.global_batch_tokens} is no multiple of {unit} "
-                f"(--micro_batch_tokens x {groups} ranks); {larger} would be"
-            )
-        if self.global_batch_tokens < unit * self.pipeline_parallel:
-            raise ValueError(
-                f"--global_batch_tokens {self.global_batch_tokens} is fewer micro-batches than "
-                f"--pipeline_parallel; {unit * self.pipeline_parallel} would do"
-            )
-
-
-# --- Process group and device ---------------------------------------------------------------------
-
-
-def init_process_group(config: Config) -> torch.device:
-    """Join the ranks that torchrun started; returns the device of this one."""
-    timeout = timedelta(minutes=config.timeout_minutes)
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo", timeout=timeout)
-        return torch.device("cpu")
-    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if ranks > gpus:
-        advice = f'--nproc-per-node={gpus}, or CUDA_VISIBLE_DEVICES="" to train on CPUs'
-        common.refuse(f"{ranks} ranks cannot share {gpus} GPUs: take {advice}")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    if config.precision == "fp32":
-        # Matrix products take TF32, 10 bits of mantissa for 23: several times as fast.
-        torch.set_float32_matmul_precision("high")
-    # Rows of many lengths would leave memory in pieces that fit no other length.
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
-    # cuDNN's attention plans a kernel for each new shape, which takes longer than many runs of it.
-    torch.backends.cuda.enable_cudnn_sdp(config.pad_to_multiple_of > 1)
-    # Kernels of the flash-attn package, if it is there, in place of torch's own (its version 2).
-    generation, _ = torch.cuda.get_device_capability()
-    flash_attention = {9: "FA3", 10: "FA4"}.get(generation)  # Hopper, Blackwell
-    if flash_attention:
-        with contextlib.suppress(ModuleNotFoundError):
-            torch.nn.attention.activate_flash_attention_impl(flash_attention)
-    # gloo beside NCCL serves what lies in CPU memory: Python objects and offloaded gradients.
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
-    return device
-
-
-# --- Model ----------------------------------------------------------------------------------------
-# This section knows nothing of ranks: it is an ordinary model that returns its loss.
-
+NEXT_COMMAND = "torchrun --standalone --nproc-per-node=2 fsdp2_ep_pretrain.py"
+# The architectures that --model knows by name.
 SHAPES = {
     "tiny": {
         "model_type": "qwen2",
         "hidden_size": 192,
-        "intermediate_size": 640,  # of the feed-forward network
+        "intermediate_size": 640,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -260,81 +80,488 @@ SHAPES = {
         "initializer_range": 0.02,
         "tie_word_embeddings": True,
     },
-    # Mixtures of experts: a block has many feed-forward networks, of which each token uses a few.
-    "tiny-moe": {
-        "model_type": "minimax_m2",
-        "hidden_size": 192,
-        "intermediate_size": 320,  # of an expert
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 48,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        "initializer_range": 0.07,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-30b-a3b": {
-        "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "moe_intermediate_size": 768,
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
-        "norm_topk_prob": True,
-        "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        "initializer_range": 0.02,
-        "tie_word_embeddings": False,
-    },
 }
 
-# The loss computes the logits of so many tokens at a time: 1.2 GB in fp32 for 150,000 ids.
+
+@dataclass(config=ConfigDict(allow_inf_nan=False))
+class Config(common.RunFlags):
+    """model, optimization and memory"""
+
+    # model
+    model: str = flag("tiny", "tiny, qwen2-0.5b, or a directory or hub id with a config.json")
+    init_from: str | None = flag(
+        None,
+        "weights to start from: a run directory, or a Hugging Face directory or hub id. Its model "
+        "and tokenizer replace --model and --tokenizer unless you set these",
+    )
+    text_column: str = flag("text", "column of the dataset that holds the text")
+
+    # optimization
+    global_batch_tokens: PositiveInt = flag(
+        4096, "token positions of one optimizer step, over all ranks and micro-batches"
+    )
+    learning_rate: PositiveFloat = flag(5e-3, "peak learning rate of AdamW")
+    min_learning_rate: NonNegativeFloat = flag(1e-4, "learning rate at the end of the cosine decay")
+    warmup_steps: NonNegativeInt = flag(20, "steps of linear warm-up")
+    weight_decay: NonNegativeFloat = flag(
+        0.1, "weight decay of matrices (embeddings, norms and biases have none)"
+    )
+    grad_clip: NonNegativeFloat = flag(1.0, "clip the gradient norm to this; 0 disables clipping")
+    eval_every: PositiveInt = flag(100, "steps between validations")
+    eval_batches: PositiveInt = flag(100, "micro-batches of one validation, over all ranks")
+
+    # precision, memory and speed
+    precision: Literal["auto", "fp32", "bf16"] = flag(
+        "auto", "compute precision. auto: bf16 on GPUs that have it, otherwise fp32"
+    )
+    activation_checkpointing: Annotated[str, Field(pattern=r"^(none|full|selective|0?\.\d+)$")] = (
+        flag("none", "none, full, selective, or a fraction of the blocks such as 0.5")
+    )
+    compile: bool = flag(False, "compile each transformer block")
+
+    # this strategy
+    pipeline_parallel: PositiveInt = flag(2, "pipeline stages that the blocks are split into")
+    dp_replicate: PositiveInt = flag(1, "replicas of each sharded stage (HSDP)")
+    cpu_offload: bool = flag(False, "keep parameters, gradients and optimizer state in CPU memory")
+
+    def __post_init__(self) -> None:
+        """Check how flags fit together. The limits of a single flag are in its type."""
+        super().__post_init__()
+        if self.precision == "auto":
+            # GPUs before Ampere only emulate bf16.
+            bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
+            self.precision = "bf16" if bf16 else "fp32"
+        if self.min_learning_rate > self.learning_rate:
+            raise ValueError("--min_learning_rate is above --learning_rate")
+        world_size = int(os.environ.get("WORLD_SIZE", 1))
+        if self.steps and world_size % self.pipeline_parallel:
+            raise ValueError(
+                f"--pipeline_parallel {self.pipeline_parallel} does not divide {world_size} ranks"
+            )
+        stage_size = max(1, world_size // self.pipeline_parallel)  # ranks of a stage
+        if self.steps and stage_size % self.dp_replicate:
+            raise ValueError(
+                f"--dp_replicate {self.dp_replicate} does not divide the {stage_size} ranks of a "
+                "stage"
+            )
+        common.check_global_batch(self, stage_size)
+        smallest = self.micro_batch_tokens * stage_size * self.pipeline_parallel
+        if self.global_batch_tokens < smallest:
+            raise ValueError(
+                f"--global_batch_tokens {self.global_batch_tokens} holds fewer micro-batches than "
+                f"there are stages: use at least {smallest}"
+            )
+
+
+# --- Strategy -------------------------------------------------------------------------------------
+
+
+def init_process_group(config: Config) -> torch.device:
+    """Join the process group that torchrun set up; returns the device of this rank."""
+    timeout = timedelta(minutes=config.timeout_minutes)
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo", timeout=timeout)
+        return torch.device("cpu")
+    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if ranks > gpus:
+        advice = f'--nproc-per-node={gpus}, or CUDA_VISIBLE_DEVICES="" to train on CPUs'
+        common.refuse(f"{ranks} ranks cannot share {gpus} GPUs: use {advice}")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    if config.precision == "fp32":
+        # Use TF32 matmuls: several times faster, with 10 instead of 23 bits of mantissa.
+        torch.set_float32_matmul_precision("high")
+    # Sequences of many lengths fragment the allocator's memory; expandable segments avoid that.
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    # cuDNN attention builds a plan for each new shape, which costs more than it saves unless
+    # padding keeps the number of shapes small.
+    torch.backends.cuda.enable_cudnn_sdp(config.pad_to_multiple_of > 1)
+    # gloo beside NCCL handles tensors in CPU memory: Python objects and offloaded gradients.
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+    return device
+
+
+def dp_rank_and_size(config: Config) -> tuple[int, int]:
+    """Return this rank's index among the data-parallel ranks, and how many there are.
+
+    Ranks of the same stage are data parallel. A stage consists of consecutive ranks.
+
+    NOTE: the stages of a pipeline all work on the same micro-batches, so they share an index.
+    """
+    size = dist.get_world_size() // config.pipeline_parallel
+    return dist.get_rank() % size, size
+
+
+class Stage(PipelineStage):
+    """The stage of this rank, and what its forward and backward need.
+
+    `parallelize` stores it as `model.stage`. The training loop passes only the model around, and
+    a checkpoint must hold the model under its own names, so a module around it would not do.
+
+    Args:
+        micro_batches: what the next forward passes run on, see `stage_forward`.
+        embedding_group: the first and the last stage of a pipeline, if they share the embedding.
+    """
+
+    micro_batches: Iterator[dict[str, Any]]
+    embedding_group: dist.ProcessGroup | None = None
+
+
+def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    """Keep this rank's stage of the model, shard it over the stage's ranks, and initialize it.
+
+    Within a stage, `fully_shard` works as in fsdp2_pretrain.py, with one difference: the pipeline
+    schedule keeps the parameters unsharded and accumulates unsharded gradients during the whole
+    step. It all-gathers once before the first forward, and reduce-scatters once after the last
+    backward. So the flags --reshard_after_forward and --reduce_every_micro_batch do not exist here.
+    """
+    check_model(model, config)
+    checkpoint_activations(transformer_blocks(model), config.activation_checkpointing)
+    if config.compile:
+        compile_blocks(transformer_blocks(model), config)
+
+    # Each stage is a slice of the mesh: consecutive ranks, so that they share a machine. HSDP
+    # replicates the shards within the stage.
+    num_stages = config.pipeline_parallel
+    _, dp_size = dp_rank_and_size(config)
+    mesh = init_device_mesh(
+        device.type,
+        (num_stages, config.dp_replicate, dp_size // config.dp_replicate),
+        mesh_dim_names=("stage", "replicate", "shard"),
+    )
+    options: dict[str, Any] = {"mesh": mesh["shard"], "reshard_after_forward": False}
+    if config.dp_replicate > 1:
+        options["mesh"] = mesh["replicate", "shard"]
+    if config.precision == "bf16":
+        # Parameters are cast to bf16 as they are all-gathered, so blocks compute in bf16. The
+        # shards and the optimizer state stay fp32.
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
+    if config.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+
+    stage = build_stage(model, config, device)
+    own_blocks = keep_stage(model, stage)
+    model.stage = stage
+    model.forward = partial(stage_forward, stage, model.forward, config.micro_batch_tokens)
+
+    initialize(model, modules_outside_blocks(model), config.seed, device)
+    if model.config.tie_word_embeddings and stage.is_last:
+        model.tie_weights()  # `initialize` gave each module memory of its own, which unties them
+    # `fully_shard` claims only parameters that no submodule has claimed yet, so apply it bottom-up:
+    # blocks first, then the root.
+    for block in own_blocks:
+        # Initialize one block at a time, so that no rank ever holds more than one full block.
+        initialize(model, block.modules(), config.seed, device)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    return model
+
+
+# Every stage runs the decoder's own forward, so all of them would repeat what it does before the
+# first block: positions (a module besides these four), a factor, or dropout.
+DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
+REPEATED = {"embedding_multiplier": 1, "mup_enabled": False, "embedding_dropout": 0}
+# Model types whose blocks pass more to each other than the hidden states.
+CONNECTED_TYPES = {"glm_moe_dsa", "zaya"}
+
+
+def check_model(model: nn.Module, config: Config) -> None:
+    """Refuse a model with fewer blocks than stages, or one that stages would compute wrongly."""
+    parts = {name for name, _ in model.get_decoder().named_children()}
+    if parts != DECODER_PARTS:
+        needed = ", ".join(sorted(DECODER_PARTS))
+        common.refuse(
+            f"--model {config.model} cannot be split into stages: its decoder must consist of "
+            f"{needed}"
+        )
+    for setting, neutral in REPEATED.items():
+        if getattr(model.config, setting, neutral) != neutral:
+            common.refuse(f"--model {config.model}: each stage would repeat its {setting}")
+    if model.config.model_type in CONNECTED_TYPES:
+        common.refuse(
+            f"--model {config.model} cannot be split into stages: its blocks share more than "
+            "hidden states"
+        )
+    num_blocks = len(transformer_blocks(model))
+    if num_blocks < config.pipeline_parallel:
+        common.refuse(
+            f"--pipeline_parallel {config.pipeline_parallel} is more than the {num_blocks} blocks"
+        )
+
+
+def build_stage(model: nn.Module, config: Config, device: torch.device) -> Stage:
+    """Describe this rank's stage to PyTorch's pipelining, and create the process groups it uses."""
+    num_stages = config.pipeline_parallel
+    _, dp_size = dp_rank_and_size(config)
+    # The ranks of a pipeline work on the same micro-batches. NOTE: give sends and receives a group
+    # of their own. Stages make unequal numbers of them, which confuses the checks of collectives
+    # (TORCH_DISTRIBUTED_DEBUG=DETAIL) in a group that has both.
+    pipelines = [list(range(i, dist.get_world_size(), dp_size)) for i in range(dp_size)]
+    # Under gloo, a send waits as long as its group's timeout.
+    timeout = timedelta(minutes=config.timeout_minutes)
+    group, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=timeout)
+    # Declare what stages send. Otherwise PyTorch runs an extra forward to find out, for each new
+    # schedule, which means at every step.
+    hidden = torch.empty(
+        (config.micro_batch_tokens, model.config.hidden_size),
+        dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
+        device="meta",
+        requires_grad=True,
+    )
+    index = dist.get_rank() // dp_size
+    stage = Stage(
+        model,
+        index,
+        num_stages,
+        device,
+        input_args=hidden if index > 0 else (),
+        output_args=hidden,
+        group=group,
+    )
+    if model.config.tie_word_embeddings and num_stages > 1:
+        ends = [[ranks[0], ranks[-1]] for ranks in pipelines]
+        stage.embedding_group, _ = dist.new_subgroups_by_enumeration(ends)
+    return stage
+
+
+class PassThrough(nn.Module):
+    """Replaces a block of another stage, so that this stage's blocks keep their names."""
+
+    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return hidden
+
+
+def keep_stage(model: nn.Module, stage: Stage) -> list[nn.Module]:
+    """Drop what belongs to other stages; returns the blocks of this one.
+
+    The first stage has the embedding, and the last one has the last norm and the head. Every stage
+    gets equally many blocks, although the head and the loss are extra work for the last one.
+    """
+    blocks = transformer_blocks(model)
+    own_blocks = []
+    for i, block in enumerate(blocks):
+        if i * stage.num_stages // len(blocks) == stage.stage_index:
+            own_blocks.append(block)
+        else:
+            blocks[i] = PassThrough()
+    decoder = model.get_decoder()
+    if not stage.is_last:
+        decoder.norm = nn.Identity()
+        model.lm_head = None
+    has_tied_head = stage.is_last and model.config.tie_word_embeddings
+    if not stage.is_first and not has_tied_head:
+        decoder.embed_tokens = None
+    return own_blocks
+
+
+def stage_forward(
+    stage: Stage, full_forward: Callable, num_positions: int, hidden: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Run a stage's blocks on its next micro-batch.
+
+    Every stage reads the micro-batches itself, so labels, positions and cumulative sequence lengths
+    need not be sent.
+
+    NOTE: PyTorch's pipelines send tensors of one shape, so pad them to the largest. A tensor of
+    another shape would be received wrongly or abort the run.
+
+    Args:
+        full_forward: the forward of the full model, `forward_with_loss`.
+        num_positions: --micro_batch_tokens, the largest number of sequences x length.
+        hidden: [num_positions, hidden size] from the previous stage; None on the first stage.
+
+    Returns:
+        The hidden states for the next stage, of the same shape, or the summed loss on the last one.
+    """
+    micro_batch = dict(next(stage.micro_batches))
+    sequences, length = micro_batch["labels"].shape
+    if hidden is not None:
+        hidden = hidden[: sequences * length].unflatten(0, (sequences, length))
+        micro_batch |= {"input_ids": None, "inputs_embeds": hidden}
+    if stage.is_last:
+        return full_forward(**micro_batch)
+    del micro_batch["labels"]
+    output = stage.submod.get_decoder()(use_cache=False, **micro_batch)
+    padding = num_positions - sequences * length
+    return nn.functional.pad(output.last_hidden_state.flatten(0, 1), (0, 0, 0, padding))
+
+
+def optimizer_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that this rank's optimizer updates, with their names.
+
+    These are this rank's shards of its stage's parameters.
+
+    NOTE: call it after `parallelize`. An optimizer that was built before would hold the unsharded
+    parameters, which the model no longer uses.
+    """
+    return list(model.named_parameters())
+
+
+def forward_backward(
+    model: nn.Module, batch: common.GlobalBatch, config: Config, device: torch.device
+) -> torch.Tensor:
+    """Run forward and backward on all micro-batches; returns the loss summed over all ranks.
+
+    The schedule is 1F1B: once the first micro-batches have filled the pipeline, each stage
+    alternates one forward and one backward of an earlier micro-batch.
+    """
+    total_loss = torch.zeros((), device=device)
+
+    def scaled_loss(loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        """Return what the last stage starts backward from."""
+        total_loss.add_(loss.detach())
+        return loss * scale
+
+    micro_batches = [common.to_device(micro_batch, device) for micro_batch in batch.micro_batches]
+    model.stage.micro_batches = iter(micro_batches)
+    # The loss of a step is the sum over all target tokens, divided by their number in the global
+    # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
+    # FSDP averages gradients over the ranks of a stage, so multiply by their number to get a sum.
+    _, dp_size = dp_rank_and_size(config)
+    scales = torch.full((len(micro_batches),), dp_size / batch.num_targets, device=device)
+    # NOTE: scale_grads=True would divide the gradients by the number of micro-batches as well.
+    schedule = Schedule1F1B(model.stage, len(micro_batches), scaled_loss, scale_grads=False)
+    # All-gathers, then sends and receives, then reduce-scatters. The schedule splits `target`, so
+    # that `scaled_loss` gets one scale for each micro-batch.
+    schedule.step(target=scales, return_outputs=False)
+    if model.stage.embedding_group is not None:
+        # The first stage computes the gradient of the tied embedding as the embedding, and the last
+        # one as the head. Both need the sum, which keeps their copies equal.
+        gradient = model.get_input_embeddings().weight.grad.to_local()
+        dist.all_reduce(gradient, group=model.stage.embedding_group)
+    dist.all_reduce(total_loss)
+    return total_loss
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Clip the gradient norm to `max_norm`; returns the norm before clipping.
+
+    NOTE: the norm covers all stages, but a rank only has gradients of its own.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    if model.stage.embedding_group is not None and model.stage.is_last:
+        # The first stage counts the tied embedding.
+        embedding = model.get_input_embeddings().weight
+        counted = [parameter.grad for parameter in parameters if parameter is not embedding]
+    else:
+        counted = [parameter.grad for parameter in parameters]
+    squared_norm = nn.utils.get_total_norm(counted).full_tensor() ** 2  # of this stage
+    # All ranks of a stage have the same value, so the sum counts each stage that many times.
+    dist.all_reduce(squared_norm)
+    stage_size = dist.get_world_size() / model.stage.num_stages
+    norm = (squared_norm / stage_size).sqrt()
+    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def zero_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Free the gradients of a step.
+
+    NOTE: model.zero_grad() would miss some. While a module is unsharded, as the root is after a
+    validation, model.parameters() are not the sharded ones that have the gradients.
+    """
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def validation_loss(
+    model: nn.Module, micro_batches: Iterable[dict], config: Config, device: torch.device
+) -> torch.Tensor:
+    """Return the summed loss and the number of target tokens over all ranks, float64 [2]."""
+    total = torch.zeros(2, dtype=torch.float64, device=device)
+
+    def add_loss(loss: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Runs on the last stage only."""
+        total[0] += loss
+        total[1] += (labels >= 0).sum()
+        return loss
+
+    # Without a backward, a stage can start on the next micro-batch as soon as it has sent its
+    # hidden states. So a schedule of one micro-batch at a time fills the pipeline too.
+    schedule = ScheduleGPipe(model.stage, 1, add_loss)
+    for micro_batch in micro_batches:  # forward all-gathers, so each rank needs equally many
+        micro_batch = common.to_device(micro_batch, device)
+        model.stage.micro_batches = iter([micro_batch])
+        schedule.eval(target=micro_batch["labels"], return_outputs=False)
+    dist.all_reduce(total)
+    return total
+
+
+# --- The rest is the same text in every pretraining script ----------------------------------------
+# --- Model ----------------------------------------------------------------------------------------
+# An ordinary transformers model that returns its loss. It knows nothing of ranks.
+
+# The loss computes the logits of this many tokens at a time: 1.2 GB in fp32 for 150,000 ids.
 CHUNK_TOKENS = 2048
 
-# Selective activation checkpointing keeps what these operators return, the expensive part of a
-# block, and computes the cheap rest again in backward.
-KEPT = [
-    torch.ops.aten.mm.default,
-    torch.ops.aten.addmm.default,
-    torch.ops.aten._grouped_mm.default,  # products of experts
-    torch.ops.aten._scaled_mm.default,  # products in float8
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.torch_attn._varlen_attn.default,  # attention within documents, on CUDA
-    # Tensor, context and expert parallelism have collectives inside a block.
-    torch.ops._c10d_functional.all_gather_into_tensor.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    torch.ops._c10d_functional.all_to_all_single.default,
-]
 
-
-def build_model_config(
-    config: Config, vocabulary_size: int, eos_token_id: int | None
-) -> PreTrainedConfig:
-    """The model's architecture: built here, or read from the config.json that --model names."""
+def build_model_config(config: Config, tokenizer: common.Tokenizer) -> PreTrainedConfig:
+    """Build the architecture of a named shape, or read the config.json that --model points to."""
+    vocabulary_size = 1 + max(tokenizer.get_vocab().values())  # some tokenizers skip ids
     if config.model in SHAPES:
-        model_config = AutoConfig.for_model(
-            vocab_size=math.ceil(vocabulary_size / 64) * 64,  # keeps the head's products fast
-            bos_token_id=None,
-            eos_token_id=eos_token_id,
-            **SHAPES[config.model],
-        )
+        padded_size = math.ceil(vocabulary_size / 64) * 64  # keeps the head's matmul fast
+        model_config = AutoConfig.for_model(vocab_size=padded_size, **SHAPES[config.model])
     else:
-        model_config = common.read_model_config(
-            config.model, vocabulary_size, config.max_length, config.batching
-        )
-    model_config.eos_token_id = eos_token_id  # where generation stops
-    # The embedding of a pad token would never be trained, so the model is told of none.
+        model_config = common.read_model_config(config, vocabulary_size)
+    model_config.eos_token_id = tokenizer.eos_token_id  # where generation stops
+    # transformers would keep the embedding of a pad token at zero. Padding is masked by position.
     model_config.pad_token_id = None
     model_config.bos_token_id = None
     return model_config
+
+
+def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
+    """Build the model on the meta device: it has shapes, but no memory and no weights yet."""
+    AttentionInterface.register("documents", document_attention)
+    # For bucketed batches, transformers picks SDPA, or eager attention where a type lacks it.
+    attention = "documents" if config.batching == "packed" else None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            model_config, dtype=torch.float32, attn_implementation=attention
+        )
+    common.freeze_unused(model)
+    loss = torch.compile(chunk_loss) if config.compile else chunk_loss
+    model.forward = partial(forward_with_loss, model, loss)
+    return model
+
+
+def forward_with_loss(
+    self: nn.Module, loss: Callable, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: Any
+) -> torch.Tensor:
+    """Replace the model's forward; returns the cross entropy summed over the target tokens.
+
+    The logits of a whole micro-batch, [tokens, vocabulary], would be its largest tensor by far.
+    Computing them chunk by chunk, and again in backward, never holds more than one chunk.
+
+    NOTE: the loss has to be inside the root's forward. FSDP all-gathers the parameters of a module
+    for its forward only, and the head belongs to the root.
+
+    Args:
+        loss: `chunk_loss`, or the same compiled.
+        input_ids, labels: int64 [sequences, length]. Labels are already shifted.
+        kwargs: the other keys of a micro-batch, see `common.Batches.collate`.
+    """
+    output = self.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs)
+    hidden = output.last_hidden_state.flatten(0, 1)  # [tokens, hidden size]
+    head = self.get_output_embeddings()
+    labels = labels.flatten()
+    if len(labels) <= CHUNK_TOKENS:
+        return loss(hidden, head.weight, head.bias, labels)
+    total = torch.zeros((), device=hidden.device)
+    for chunk, targets in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS)):
+        total += checkpoint(loss, chunk, head.weight, head.bias, targets, use_reentrant=False)
+    return total
+
+
+def chunk_loss(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+) -> torch.Tensor:
+    """Return the summed cross entropy in fp32. (F.linear_cross_entropy sums in bf16: 0.4 % off.)"""
+    # Some decoders (Mamba) return fp32 hidden states although the parameters are bf16.
+    logits = nn.functional.linear(hidden.to(weight.dtype), weight, bias)  # [chunk, vocabulary]
+    return nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
 
 
 def document_attention(
@@ -343,391 +570,143 @@ def document_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: None,
-    dropout: float = 0.0,
     scaling: float | None = None,
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int = 0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`causal_attention` in the form of transformers' `AttentionInterface`.
+    """Causal attention within each document of a packed sequence, for `AttentionInterface`.
+
+    SDPA would need a [length, length] mask, and would compute what the mask hides.
+
+    Args:
+        query: [1, heads, length, head size]; key and value may have fewer heads.
+        scaling: factor of the scores; None for 1 / sqrt(head size).
+        cu_seq_lens_q: int32 [documents + 1], cumulative sequence lengths.
+        max_length_q: the longest a document can be.
 
     Raises:
         ValueError: the model asks for something that this attention does not apply.
     """
-    longest = query.shape[2] if cu_seq_lens_q is None else max_length_q
-    is_causal = kwargs.get("is_causal")
-    if is_causal is None:
-        is_causal = getattr(module, "is_causal", True)
-    unknown = {
-        "an attention mask": attention_mask is not None,
-        "attention sinks": kwargs.get("s_aux") is not None,
-        "a softcap": kwargs.get("softcap") is not None,
-        "bidirectional attention": not is_causal,
-        "a sliding window": (kwargs.get("sliding_window") or longest) < longest,
-    }
-    for setting, asked in unknown.items():
-        if asked:
-            raise ValueError(f"{type(module).__name__} wants {setting}: not supported here")
-    output = causal_attention(query, key, value, cu_seq_lens_q, max_length_q, scaling, dropout)
-    return output, None
-
-
-def causal_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    boundaries: torch.Tensor | None,
-    max_document_length: int,
-    scale: float | None,
-    dropout: float = 0.0,
-) -> torch.Tensor:
-    """Causal attention that stays within each document, without a mask.
-
-    Args:
-        query: [rows, heads, length, head size]; key and value may have fewer heads.
-        boundaries: int32 [documents + 1], where the documents of a single packed row begin and end;
-            None if every row is one document, padded on the right.
-        max_document_length: of a packed row.
-        scale: of the products of queries and keys; None for 1 / sqrt(head size).
-
-    Returns:
-        [rows, length, heads, head size]
-    """
-    if torch.is_autocast_enabled(query.device.type):  # rotary embedding returns fp32 under it
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    groups = query.shape[1] // key.shape[1]
-    half_on_cuda = query.is_cuda and query.dtype != torch.float32
-    if not half_on_cuda and (query.is_cuda or boundaries is not None):
-        # The other kernels do not know groups: CUDA would make whole [length, length] matrices.
-        key = repeat_kv(key, groups)
-        value = repeat_kv(value, groups)
-        groups = 1
-    if boundaries is None:
-        options = {"is_causal": True, "scale": scale, "dropout_p": dropout}
-        output = nn.functional.scaled_dot_product_attention(
-            query, key, value, enable_gqa=groups > 1, **options
-        )
-        return output.transpose(1, 2).contiguous()
-    if len(query) > 1 or dropout:
-        raise ValueError("packed attention is of one row, and has no dropout (--batching bucketed)")
-    if not half_on_cuda:  # no variable-length kernel takes it
-        return attention_document_by_document(query, key, value, boundaries, scale)
+    window = kwargs.get("sliding_window") or max_length_q
+    if attention_mask is not None or kwargs.get("s_aux") is not None or window < max_length_q:
+        raise ValueError("packed attention has no mask, no sinks and no sliding window")
+    # Under autocast (DDP in bf16), rotary embeddings return fp32 queries and keys.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    if not query.is_cuda or query.dtype == torch.float32:
+        return attend_one_by_one(query, key, value, cu_seq_lens_q, scaling), None
     output = varlen_attn(
-        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),  # [tokens, heads, size]
-        boundaries,
-        boundaries,
-        max_document_length,
-        max_document_length,
-        scale=scale,
+        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),  # [length, heads, size]
+        cu_seq_lens_q,
+        cu_seq_lens_q,
+        max_length_q,
+        max_length_q,
+        scale=scaling,
         window_size=(-1, 0),  # all tokens before, none after
-        enable_gqa=groups > 1,
+        enable_gqa=True,
     )
-    return output[None]
+    return output[None], None
 
 
-@torch.compiler.disable  # every row has other lengths
-def attention_document_by_document(
+@torch.compiler.disable  # document lengths differ in every micro-batch
+def attend_one_by_one(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     boundaries: torch.Tensor,
-    scale: float | None,
+    scaling: float | None,
 ) -> torch.Tensor:
-    """Without a variable-length kernel, faster than one attention with a block-diagonal mask."""
-    lengths = boundaries.diff().tolist()
-    documents = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
+    """Compute the same without the variable-length kernel, which needs CUDA and half precision."""
+    lengths = [length for length in boundaries.diff().tolist() if length > 0]
     outputs = [
-        nn.functional.scaled_dot_product_attention(*document, is_causal=True, scale=scale)
-        for document in documents
-        if document[0].shape[2]
+        nn.functional.scaled_dot_product_attention(
+            *document, is_causal=True, scale=scaling, enable_gqa=True
+        )
+        for document in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
 
 
-def chunk_loss(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
-) -> torch.Tensor:
-    """Cross entropy of logits in fp32, summed over all labels but those of -100."""
-    logits = nn.functional.linear(hidden, weight, bias)  # [chunk, vocabulary]
-    return nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
-
-
-def summed_cross_entropy(
-    hidden: torch.Tensor, head: nn.Linear, labels: torch.Tensor, loss: Callable = chunk_loss
-) -> torch.Tensor:
-    """Cross entropy summed over all labels but those of -100, in fp32.
-
-    The logits of a whole micro-batch, [tokens, vocabulary], would be its largest tensor by far.
-    Here they exist a chunk at a time. (F.linear_cross_entropy would do, but returns the sum of bf16
-    inputs in bf16: 0.4 % off.) In bf16 the chunks' gradients of the head add up in bf16.
-
-    Args:
-        hidden: [tokens, hidden size], what the decoder returns.
-        head: the output embedding, weight [vocabulary, hidden size].
-        labels: int64 [tokens], each the token to predict.
-        loss: `chunk_loss`, or the same compiled.
-    """
-    if len(labels) <= CHUNK_TOKENS:
-        return loss(hidden, head.weight, head.bias, labels)
-    # Backward computes the logits of a chunk again, rather than to keep those of all.
-    of_chunk = partial(checkpoint, loss, use_reentrant=False)
-    chunks = zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
-    return sum(of_chunk(part, head.weight, head.bias, targets) for part, targets in chunks)
-
-
-def forward_with_loss(
-    self: nn.Module,
-    loss: Callable,
-    input_ids: torch.Tensor,
-    labels: torch.Tensor,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """The forward of a transformers model: the summed loss of a micro-batch.
-
-    NOTE: the loss belongs inside the root's forward. FSDP gathers the parameters of a module for
-    its forward alone, and the head is one of the root's.
-
-    Args:
-        loss: of a chunk, see `summed_cross_entropy`.
-        input_ids, labels: int64 [rows, length]; labels are shifted already.
-        kwargs: the other keys of a micro-batch, see `common.Batches.collate`.
-    """
-    with counting_experts(self, labels):
-        output = self.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs)
-    hidden = output.last_hidden_state  # [rows, length, hidden size]
-    return summed_cross_entropy(
-        hidden.flatten(0, 1), self.get_output_embeddings(), labels.flatten(), loss
-    )
-
-
-def find_experts(model: nn.Module) -> None:
-    """Prepare the layers of a mixture of experts (MoE layers) to count which experts tokens choose.
-
-    transformers keeps the experts of a layer in one module, parameters [experts, ...]. Those whose
-    forward is one of its `ExpertsInterface` are given what the layer's router has chosen.
-    """
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if not parameter.requires_grad:
-                # A router's bias that is not learned. As a buffer it stays whole and in fp32.
-                delattr(module, name)
-                module.register_buffer(name, parameter.data)
-    model.moe_layers = [
-        module
-        for module in model.modules()
-        if hasattr(getattr(module, "experts", None), "has_gate")
-    ]
-    model.expert_counts = None
-    model.tokens_to_count = None
-    for layer in model.moe_layers:
-        layer.experts.register_forward_pre_hook(partial(count_chosen_experts, model))
-        for parameter in layer.experts.parameters():
-            if any(width % 8 for width in parameter.shape[1:]):
-                shape = list(parameter.shape)
-                common.refuse(f"sizes of experts have to be multiples of 8, not {shape}")
-
-
-@contextlib.contextmanager
-def counting_experts(model: nn.Module, labels: torch.Tensor) -> Iterator[None]:
-    """In training, add to `model.expert_counts` what the forward of a micro-batch in here chooses.
-
-    Tokens that have a label are counted: no padding (and no prompts, when fine-tuning).
-    """
-    if model.training and model.moe_layers:
-        if model.expert_counts is None:
-            num_experts = model.moe_layers[0].experts.num_experts
-            model.expert_counts = torch.zeros(  # [MoE layers, experts]
-                len(model.moe_layers), num_experts, dtype=torch.int64, device=labels.device
-            )
-            for layer, counts in zip(model.moe_layers, model.expert_counts):
-                layer.experts.counts = counts
-        model.tokens_to_count = (labels.flatten() >= 0).long()
-    yield
-    # NOTE: activation checkpointing runs blocks again in backward, which must not count them again.
-    model.tokens_to_count = None
-
-
-def count_chosen_experts(model: nn.Module, experts: nn.Module, inputs: tuple) -> None:
-    """A forward pre-hook of a layer's experts."""
-    if model.tokens_to_count is None:
-        return
-    _, chosen, _ = inputs  # int64 [tokens, k], the numbers of each token's experts
-    counted = model.tokens_to_count.repeat_interleave(chosen.shape[1])
-    experts.counts.scatter_add_(0, chosen.flatten(), counted)
-
-
-@torch.no_grad()
-def adjust_router_biases(model: nn.Module, rate: float) -> torch.Tensor:
-    """Have the next step choose experts more evenly than the counted one, and begin a new count.
-
-    An expert that had fewer tokens than the mean gets a larger bias, one that had more a smaller
-    one. The router adds it to its scores to choose with, and for nothing else: so loss and
-    gradients stay as they are, where a loss of balance would disturb them (DeepSeek, arXiv
-    2408.15664). Routers without such a bias are left to themselves.
-
-    Returns:
-        Tokens of the fullest expert, divided by the mean, in the worst layer; 1.0 is even.
-    """
-    counts = model.expert_counts.double()
-    mean = counts.mean(1, keepdim=True)
-    for layer, direction in zip(model.moe_layers, (mean - counts).sign()):
-        for name, bias in layer.named_buffers():
-            # Layers that another stage of a pipeline has are on the meta device.
-            if name.endswith(("e_score_correction_bias", "expert_bias")) and not bias.is_meta:
-                bias += rate * direction
-    model.expert_counts.zero_()
-    return (counts / mean).max()
-
-
-def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
-    """The model on the meta device: it has shapes, but no memory and no numbers yet.
-
-    NOTE: the order matters. First activation checkpointing, then compile: around a compiled block,
-    both would compute it again. Then DDP or FSDP, which the compiler should not see.
-    """
-    AttentionInterface.register("documents", document_attention)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            model_config, dtype=torch.float32, attn_implementation="documents"
-        )
-    if config.precision == "float8":
-        use_float8(model)
-    loss = torch.compile(chunk_loss) if config.compile else chunk_loss
-    model.forward = partial(forward_with_loss, model, loss)
-    find_experts(model)
-    # Initial weights depend on seed and module alone, so that every strategy and every world size
-    # starts from the same model. See `initialize`.
-    for name, module in model.named_modules():
-        module.seed_text = f"{config.seed} {name}"
-    checkpoint_activations(transformer_blocks(model), config.activation_checkpointing)
-    if config.compile:
-        compile_blocks(transformer_blocks(model), config)
-    return model
-
-
-def use_float8(model: nn.Module) -> None:
-    """Have the linear layers of blocks compute in float8, forward and backward.
-
-    Rows of inputs, weights and gradients are scaled, each by its largest value, and rounded to
-    eight bits for the product (arXiv 2209.05433). Parameters keep their names and their precision.
-    """
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-        common.refuse("--precision float8 needs GPUs that compute in it (Ada, Hopper or newer)")
-    with common.refusing("--precision float8 needs the package torchao"):
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    def fits(module: nn.Module, name: str) -> bool:
-        fitting = all(size % 16 == 0 for size in module.weight.shape)  # as the kernels want it
-        return fitting and "router" not in name  # of experts, whose choice is to be exact
-
-    recipe = Float8LinearConfig.from_recipe_name("rowwise")
-    convert_to_float8_training(model.get_decoder(), config=recipe, module_filter_fn=fits)
-
-
 def transformer_blocks(model: nn.Module) -> nn.ModuleList:
-    """The list of the model's blocks, which transformers knows as the modules not to split."""
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList):
-            # With activation checkpointing a block is inside of the list's module. Not every one
-            # has to be a block: a rank may have only some of them.
-            names = {type(inner).__name__ for inner in module.modules()}
-            if not names.isdisjoint(model._no_split_modules):
-                return module
-    raise ValueError(f"{type(model).__name__} has no list of transformer blocks")
-
-
-def checkpoint_activations(blocks: nn.ModuleList, mode: str) -> None:
-    """Have blocks computed again in backward, so that their activations need not be kept.
-
-    `full` keeps a block's input alone; `selective` also what the operators of KEPT return; a
-    fraction does the same as `full` for this part of the blocks.
-    """
-    if mode == "none":
-        return
-    wrap, fraction = checkpoint_wrapper, 1.0
-    if mode == "selective":
-        keep = partial(create_selective_checkpoint_contexts, KEPT)
-        wrap = partial(checkpoint_wrapper, context_fn=keep)
-    elif mode != "full":
-        fraction = float(mode)
-    for i, block in enumerate(blocks):
-        # The blocks at which the running sum of fractions reaches a whole number: they are spread
-        # over the depth. 0.5 takes every second one, 0.25 every fourth.
-        if int((i + 1) * fraction) > int(i * fraction):
-            blocks[i] = wrap(block)
-
-
-def compile_blocks(blocks: nn.ModuleList, config: Config) -> None:
-    """Compile each block on its own: all are alike, so a graph is compiled once and used by all."""
-    # With few row lengths there is a graph for each, in training and in validation. Padded to no
-    # multiple, lengths are too many: then the compiler is to find one graph for all.
-    few_lengths = config.pad_to_multiple_of > 1 or config.batching == "packed"
-    lengths = config.max_length // config.pad_to_multiple_of
-    torch._dynamo.config.recompile_limit = 8 + 2 * lengths
-    for block in blocks:
-        block.compile(dynamic=False if few_lengths else None)
+    """Return the list of transformer blocks: the first list of modules in the decoder."""
+    return next(m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList))
 
 
 def modules_outside_blocks(model: nn.Module) -> list[nn.Module]:
-    """The embedding, the last norm, the head, and the modules that hold them."""
+    """Return the embedding, the last norm, the head, and the modules that contain them."""
     inside = set(transformer_blocks(model).modules())
     return [module for module in model.modules() if module not in inside]
 
 
-def initialize(modules: Iterable[nn.Module], model: nn.Module, device: torch.device) -> None:
-    """Give memory and initial weights to modules of `model` that are on the meta device."""
+def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
+    """Recompute the activations of blocks in backward, so that they need not be kept.
+
+    `full` keeps only a block's input, `selective` also the results that `keep_expensive` chooses. A
+    fraction applies `full` to that part of the blocks.
+    """
+    if mode == "none":
+        return
+    options: dict[str, Any] = {"use_reentrant": False}
+    fraction = 1.0
+    if mode == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
+    elif mode != "full":
+        fraction = float(mode)
+
+    def recompute(forward: Callable) -> Callable:
+        # NOTE: not functools.partial, of which torch.compile would ignore the `context_fn`.
+        return lambda *args, **kwargs: checkpoint(forward, *args, **options, **kwargs)
+
+    for i, block in enumerate(blocks):
+        # Spread the blocks over the depth: 0.5 takes every second one, 0.25 every fourth.
+        if int((i + 1) * fraction) > int(i * fraction):
+            block.forward = recompute(block.forward)
+
+
+def keep_expensive(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep the results of matmuls, attention and collectives, and recompute the cheap rest."""
+    expensive = ["mm.", "attention", "attn", "c10d"]  # in names such as aten.addmm.default
+    if any(part in str(operator) for part in expensive):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def compile_blocks(blocks: Iterable[nn.Module], config: Config) -> None:
+    """Compile each block on its own: blocks are alike, so they share the compiled graphs."""
+    # With few lengths, compile a graph for each, for training and for validation. Otherwise let the
+    # compiler find one graph for all lengths.
+    few_lengths = config.pad_to_multiple_of > 1 or config.batching == "packed"
+    torch._dynamo.config.recompile_limit = 1000
+    for block in blocks:
+        block.compile(dynamic=False if few_lengths else None)
+
+
+@torch.no_grad()
+def initialize(
+    model: nn.Module, modules: Iterable[nn.Module], seed: int, device: torch.device
+) -> None:
+    """Give modules of `model` that are on the meta device memory and initial weights.
+
+    The weights depend only on the seed and the module's name, so every strategy and every world
+    size starts from the same model.
+    """
+    names = {module: name for name, module in model.named_modules()}
     for module in reversed(list(modules)):  # children first
-        if not hasattr(module, "seed_text"):
-            continue  # a wrapper of activation checkpointing, which has no weights of its own
         module.to_empty(device=device, recurse=False)
-        tensors = list(module.parameters(recurse=False)) + list(module.buffers(recurse=False))
-        floating = [tensor for tensor in tensors if tensor.is_floating_point()]
-        cuda_devices = [device] if device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(cuda_devices):
-            for tensor in floating:
-                tensor.fill_(math.nan)
-            torch.manual_seed(zlib.crc32(module.seed_text.encode()))
-            # NOTE: this rebuilds the rotary frequencies too. They are a buffer that is in no
-            # checkpoint, and `to_empty` has left garbage there.
-            model._init_weights(module)
-        if any(tensor.isnan().any() for tensor in floating):
-            raise ValueError(f"transformers leaves {module.seed_text} uninitialized")
+        torch.manual_seed(zlib.crc32(f"{seed} {names[module]}".encode()))
+        # NOTE: this also rebuilds the rotary frequencies. They are a buffer that no checkpoint
+        # holds, and `to_empty` leaves garbage in it.
+        model._init_weights(module)
 
 
-class ModelSize:
-    """Parameters of a model, and those that take part in matrix products of blocks and head."""
-
-    def __init__(self, model: nn.Module):
-        config = model.config
-        self.num_parameters = model.num_parameters()
-        self.in_head = model.get_output_embeddings().weight.numel()
-        self.in_blocks = self.num_parameters - self.in_head
-        if not config.tie_word_embeddings:
-            # The input embedding is a look-up, not a product.
-            self.in_blocks -= model.get_input_embeddings().weight.numel()
-        for parameter in model.parameters():
-            if parameter.ndim == 3:  # [experts, ...], of which a token uses some
-                used = getattr(config, "num_experts_per_tok", None) or config.moe_topk
-                self.in_blocks -= parameter[0].numel() * (len(parameter) - used)
-        head_size = getattr(config, "head_dim", None)
-        if head_size is None:
-            head_size = config.hidden_size // config.num_attention_heads
-        self.attention_width = config.num_hidden_layers * config.num_attention_heads * head_size
-
-    def flops(self, batch: common.GlobalBatch) -> int:
-        """Floating-point operations of forward and backward of a step, for the MFU.
-
-        As in PaLM (arXiv 2204.02311, appendix B): 6 a parameter and token, in the head a parameter
-        and label, and 12 x width x length a token for attention. Neither recomputation nor padding
-        counts.
-        """
-        products = self.in_blocks * batch.num_tokens + self.in_head * batch.num_labels
-        return 6 * products + 12 * self.attention_width * batch.squared_lengths
+# --- Optimizer and schedule -----------------------------------------------------------------------
 
 
 def weight_decay_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that decay: matrices, but not embeddings and biases of experts."""
+    """Return the names of parameters with weight decay: matrices except embeddings.
+
+    NOTE: call it before `parallelize`, because FSDP1 flattens parameters to one dimension.
+    """
     embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     return {
         name
@@ -736,324 +715,21 @@ def weight_decay_names(model: nn.Module) -> set[str]:
     }
 
 
-# --- Strategy -------------------------------------------------------------------------------------
-
-
-def data_parallel_rank_and_size(config: Config) -> tuple[int, int]:
-    """Which part of each global batch this rank trains on, of how many.
-
-    NOTE: all stages work on the same micro-batches, so data is dealt over the ranks of a stage. A
-    stage is of consecutive ranks.
-    """
-    size = dist.get_world_size() // config.pipeline_parallel
-    return dist.get_rank() % size, size
-
-
-# Every stage runs the model's own forward. What that does before the first block, each would do
-# again: by a module beside these, such as one for positions, or by a factor or dropout.
-DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
-DONE_AGAIN = {"embedding_multiplier": 1, "mup_enabled": False, "embedding_dropout": 0}
-
-
-def check_model(model: nn.Module, config: Config) -> None:
-    """Refuse a model that has fewer blocks than stages, or that stages would compute wrongly."""
-    parts = {name for name, _ in model.get_decoder().named_children()}
-    if parts != DECODER_PARTS:
-        needed = ", ".join(sorted(DECODER_PARTS))
-        common.refuse(f"--model {config.model}: only models of {needed} can be cut into stages")
-    for setting, neutral in DONE_AGAIN.items():
-        if getattr(model.config, setting, neutral) != neutral:
-            common.refuse(f"--model {config.model}: each stage would apply its {setting} again")
-    num_blocks = len(transformer_blocks(model))
-    if num_blocks < config.pipeline_parallel:
-        common.refuse(f"--pipeline_parallel {config.pipeline_parallel} exceeds {num_blocks} blocks")
-
-
-class PassThrough(nn.Module):
-    """Stands where another stage has a block, so that own blocks keep their numbers and names."""
-
-    def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return hidden
-
-
-def keep_stage(model: nn.Module, stage: int, num_stages: int) -> list[nn.Module]:
-    """Drop what other stages have; returns the blocks of this one.
-
-    The first stage has the embedding, the last one norm and head, and the embedding if it is the
-    head's too. Blocks are dealt evenly, though head and loss are work for the last stage as well.
-    """
-    blocks = transformer_blocks(model)
-    own_blocks = []
-    for i, block in enumerate(blocks):
-        if i * num_stages // len(blocks) == stage:
-            own_blocks.append(block)
-        else:
-            blocks[i] = PassThrough()
-    first = stage == 0
-    last = stage == num_stages - 1
-    decoder = model.get_decoder()
-    if not last:
-        decoder.norm = nn.Identity()
-        model.lm_head = None
-    if not first and not (last and model.config.tie_word_embeddings):
-        decoder.embed_tokens = None
-    return own_blocks
-
-
-def stage_forward(
-    model: nn.Module,
-    whole_forward: Callable,
-    num_positions: int,
-    hidden: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """The forward of a stage, on the next one of `model.micro_batches`.
-
-    NOTE: torch's pipelines know one shape, so all that is sent is padded to it. A tensor of another
-    shape would be received wrongly, or end in an abort.
-
-    Args:
-        whole_forward: the one that the model had, `forward_with_loss`.
-        num_positions: --micro_batch_tokens, rows x length at most.
-        hidden: [num_positions, hidden size], what the stage before has sent; None on the first one.
-
-    Returns:
-        What is sent to the next stage, of the same shape; on the last one the summed loss.
-    """
-    micro_batch = dict(next(model.micro_batches))
-    rows, length = micro_batch["labels"].shape
-    if hidden is not None:
-        micro_batch["input_ids"] = None
-        micro_batch["inputs_embeds"] = hidden[: rows * length].unflatten(0, (rows, length))
-    if model.stage.is_last:
-        return whole_forward(**micro_batch)
-    with counting_experts(model, micro_batch.pop("labels")):
-        hidden = model.get_decoder()(use_cache=False, **micro_batch).last_hidden_state
-    return nn.functional.pad(hidden.flatten(0, 1), (0, 0, 0, num_positions - rows * length))
-
-
-def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """Cut the model into stages, shard each over its ranks, and initialize the shards.
-
-    `fully_shard` turns the parameters of a module into DTensors, of which a rank keeps its rows. It
-    also installs hooks around the module: an all-gather makes the parameters whole before forward,
-    and a reduce-scatter leaves each rank the averaged gradient of its rows.
-    """
-    check_model(model, config)
-    # A row of the mesh is a stage, which is sharded over its ranks: neighbours, so they sit in one
-    # machine. With --dp_replicate it has several copies, each in shards. The ranks of a column have
-    # the same micro-batches, and send each other hidden states.
-    _, data_parallel_size = data_parallel_rank_and_size(config)
-    num_stages = config.pipeline_parallel
-    shards = data_parallel_size // config.dp_replicate
-    if config.dp_replicate == 1:
-        mesh = init_device_mesh(
-            device.type, (num_stages, shards), mesh_dim_names=("stage", "shard")
-        )
-        mesh_of_stage = mesh["shard"]
-    else:
-        mesh = init_device_mesh(
-            device.type,
-            (num_stages, config.dp_replicate, shards),
-            mesh_dim_names=("stage", "replicate", "shard"),
-        )
-        mesh_of_stage = mesh["replicate", "shard"]
-    precision = MixedPrecisionPolicy()
-    hidden_dtype = torch.float32
-    if config.precision != "fp32":
-        # Parameters are cast as they are gathered, so all of a block computes in bf16. The shards
-        # stay fp32, and so does all that AdamW does.
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        hidden_dtype = torch.bfloat16
-    offload = OffloadPolicy()
-    if config.cpu_offload:
-        offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-    # A schedule keeps parameters whole and sums up whole gradients until the last backward of a
-    # step, and reduces them once after it. So there is no flag --reshard_after_forward here, which
-    # would gather more often and save nothing, and no --reduce_every_micro_batch.
-    shard = partial(
-        fully_shard,
-        mesh=mesh_of_stage,
-        mp_policy=precision,
-        offload_policy=offload,
-        reshard_after_forward=False,
-    )
-
-    # What is sent is told in advance. Else torch would run a forward more to find out, for each new
-    # schedule: at every step and validation.
-    hidden = torch.empty(
-        (config.micro_batch_tokens, model.config.hidden_size),
-        dtype=hidden_dtype,
-        device="meta",
-        requires_grad=True,
-    )
-    # The ranks of each column. NOTE: sends and receives have a group of their own. Stages make
-    # unequally many, and TORCH_DISTRIBUTED_DEBUG=DETAIL would miss those of the others before the
-    # next collective of the same group.
-    columns = [
-        [stage * data_parallel_size + rank for stage in range(num_stages)]
-        for rank in range(data_parallel_size)
-    ]
-    # gloo waits for a send as long as the group was told to when it was made.
-    timeout = timedelta(minutes=config.timeout_minutes)
-    pipeline, _ = dist.new_subgroups_by_enumeration(columns, timeout=timeout, group_desc="pipeline")
-    stage = dist.get_rank() // data_parallel_size
-    model.stage = PipelineStage(
-        model,
-        stage,
-        num_stages,
-        device,
-        input_args=hidden if stage > 0 else (),
-        output_args=hidden,
-        group=pipeline,
-    )
-    model.stages_group = mesh.get_group("stage")
-    model.forward = partial(stage_forward, model, model.forward, config.micro_batch_tokens)
-    model.embedding_group = None
-    if model.config.tie_word_embeddings and num_stages > 1:
-        ends = [[column[0], column[-1]] for column in columns]
-        model.embedding_group, _ = dist.new_subgroups_by_enumeration(ends, group_desc="embedding")
-
-    own_blocks = keep_stage(model, stage, num_stages)
-    initialize(modules_outside_blocks(model), model, device)
-    if model.config.tie_word_embeddings and model.stage.is_last:
-        model.tie_weights()  # giving memory to each module on its own has untied them
-    # Blocks come before the root, since a module takes the parameters that no module inside of it
-    # has taken.
-    for block in own_blocks:
-        # One at a time, so that no rank ever holds more than one whole block.
-        initialize(block.modules(), model, device)
-        shard(block)
-    shard(model)
-    return model
-
-
-def named_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """This rank's part of its stage's parameters: DTensors under their own names.
-
-    NOTE: an optimizer is built of these, so after `parallelize`. One that was built before would
-    hold the whole parameters that the model no longer uses.
-    """
-    return list(model.named_parameters())
-
-
-def forward_backward(
-    model: nn.Module, batch: common.GlobalBatch, config: Config, device: torch.device
-) -> torch.Tensor:
-    """Forward and backward of all micro-batches of a step; returns their summed loss, of all ranks.
-
-    One forward, one backward (1F1B): once the first micro-batches are on their way, a stage goes
-    forward with one and then back with an earlier one, in turns.
-    """
-    total_loss = torch.zeros((), device=device)
-
-    def scaled_loss(loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """What the last stage begins backward with."""
-        total_loss.add_(loss.detach())
-        return loss * scale
-
-    # Each stage has read the whole micro-batches, so labels, positions and boundaries of documents
-    # need not be sent.
-    micro_batches = [common.to_device(micro_batch, device) for micro_batch in batch.micro_batches]
-    model.micro_batches = iter(micro_batches)
-    # The loss of a step is a sum over labels divided by the labels of the whole global batch. A
-    # mean of the micro-batches' means would weigh the tokens of short ones more.
-    # The reduce-scatter averages over the ranks of a stage, hence times these.
-    _, data_parallel_size = data_parallel_rank_and_size(config)
-    scale = data_parallel_size / batch.num_labels
-    # NOTE: scale_grads=True would divide the gradients by the number of micro-batches.
-    schedule = Schedule1F1B(model.stage, len(micro_batches), loss_fn=scaled_loss, scale_grads=False)
-    # `target` is cut into parts, of which `scaled_loss` gets one with each micro-batch.
-    scales = torch.full((len(micro_batches),), scale, device=device)
-    # All-gathers before the first forward, sends and receives between stages, and reduce-scatters
-    # after the last backward.
-    schedule.step(target=scales, return_outputs=False)
-    if model.embedding_group is not None:
-        # The tied embedding gets one part of its gradient on the first stage, as the embedding, and
-        # the other on the last, as the head. With the sum on both, the two copies stay equal.
-        gradient = model.get_input_embeddings().weight.grad
-        dist.all_reduce(gradient.to_local(), group=model.embedding_group)
-    dist.all_reduce(total_loss)
-    return total_loss
-
-
-def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Clip the gradients to a norm of at most `max_norm`; returns the norm before.
-
-    NOTE: it is the norm of the whole model's gradients, while a rank has those of its stage.
-    """
-    counted = list(model.parameters())
-    if model.embedding_group is not None and model.stage.is_last:
-        # The tied embedding is one parameter, which the first stage counts.
-        embedding = model.get_input_embeddings().weight
-        counted = [parameter for parameter in counted if parameter is not embedding]
-    gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
-    norm = nn.utils.get_total_norm(gradients)
-    # NOTE: the norm is a DTensor too, and its local value may cover this rank's shards alone.
-    norm = norm.full_tensor()  # a collective: every rank must call it
-    norms = [torch.empty_like(norm) for _ in range(model.stage.num_stages)]
-    dist.all_gather(norms, norm, group=model.stages_group)
-    norm = torch.stack(norms).norm()
-    nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)
-    return norm
-
-
-def balance_experts(model: nn.Module, rate: float) -> torch.Tensor | None:
-    """Even out how many tokens experts get; returns their load (None without experts).
-
-    NOTE: it is the global batch that is to be even. A micro-batch may well be of one subject.
-    """
-    if model.expert_counts is None:
-        return None
-    dist.all_reduce(model.expert_counts)  # each rank has counted its own tokens
-    return adjust_router_biases(model, rate)
-
-
-@torch.no_grad()
-def validation_loss(
-    model: nn.Module, micro_batches: Iterable[dict], config: Config, device: torch.device
-) -> torch.Tensor:
-    """Float64 [2]: the summed loss of the micro-batches of all ranks, and how many labels."""
-    total = torch.zeros(2, dtype=torch.float64, device=device)
-
-    def add_loss(loss: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Called on the last stage alone."""
-        total[0] += loss
-        total[1] += (labels >= 0).sum()
-        return loss
-
-    # One micro-batch after the other: nothing goes back, so a stage that has sent what it made of
-    # one begins with the next, while the others are still at it.
-    schedule = ScheduleGPipe(model.stage, 1, loss_fn=add_loss)
-    for micro_batch in micro_batches:
-        micro_batch = common.to_device(micro_batch, device)
-        model.micro_batches = iter([micro_batch])
-        # All-gathers: all ranks have equally many micro-batches.
-        schedule.eval(target=micro_batch["labels"], return_outputs=False)
-    dist.all_reduce(total)
-    return total
-
-
-# --- Optimizer and schedule -----------------------------------------------------------------------
-
-
 def build_optimizer(model: nn.Module, decayed: set[str], config: Config) -> torch.optim.AdamW:
-    """AdamW on the parameters as this rank holds them."""
-    parameters = named_parameters(model)
+    """Build AdamW over this rank's parameters; `decayed` are the names with weight decay."""
+    with_decay, without_decay = [], []
+    for name, parameter in optimizer_parameters(model):
+        if parameter.requires_grad:
+            (with_decay if name in decayed else without_decay).append(parameter)
     groups = [
-        {
-            "params": [parameter for name, parameter in parameters if name in decayed],
-            "weight_decay": config.weight_decay,
-        },
-        {
-            "params": [parameter for name, parameter in parameters if name not in decayed],
-            "weight_decay": 0.0,
-        },
+        {"params": with_decay, "weight_decay": config.weight_decay},
+        {"params": without_decay, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
 def learning_rate_at(step: int, config: Config) -> float:
-    """Linear warm-up, then a cosine down to the minimum, reached at the last step."""
+    """Linear warm-up, then cosine decay to the minimum, which the last step reaches."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
     progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
@@ -1061,100 +737,7 @@ def learning_rate_at(step: int, config: Config) -> float:
     return config.min_learning_rate + cosine * (config.learning_rate - config.min_learning_rate)
 
 
-# --- Checkpoints ----------------------------------------------------------------------------------
-
-CUDA = torch.cuda.is_available()
-# Copies a state dict to CPU memory. NOTE: it uses the same memory each time, so a copy is good
-# until the next one; `common.Checkpoints` waits for a write before it asks for the next.
-STAGER = dcp.staging.DefaultStager(
-    dcp.staging.StagingOptions(
-        use_pinned_memory=CUDA,
-        use_shared_memory=False,
-        use_async_staging=False,
-        use_non_blocking_copy=CUDA,
-    )
-)
-
-
-class State(dcp.stateful.Stateful):
-    """Model and optimizer as one object that DCP, torch.distributed.checkpoint, can ask and fill.
-
-    Tensors go by the model's own parameter names and whole shapes, whatever the strategy: so any
-    script at any world size can load what another one saved.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self.model = model
-        self.optimizer = optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        # NOTE: optimizer.state_dict() would be empty before the first step, with nothing for a load
-        # to fill. This makes the moments then, by a step with a learning rate of 0.
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        for group in optimizer["param_groups"]:
-            # A rank may have only some of the parameters, but a file has one list of their names.
-            names = common.gather(group["params"])  # a collective: those of each rank
-            group["params"] = sorted(set().union(*names))
-        return {"model": model, "optimizer": optimizer}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        own = {name for name, _ in named_parameters(self.model)}
-        for group in state_dict["optimizer"]["param_groups"]:
-            group["params"] = [name for name in group["params"] if name in own]
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=state_dict["optimizer"],
-        )
-
-
-def save_checkpoint(
-    state: State,
-    model_config: PreTrainedConfig,
-    tokenizer: Any,
-    config: Config,
-    group: dist.ProcessGroup,
-) -> Callable[[Path], None]:
-    """Returns what writes this moment's state to a directory, each rank its part.
-
-    `common.Checkpoints` calls it in a thread of its own, with a group of its own: training may go
-    on meanwhile, and its collectives must not mix with those of the write.
-    """
-    state_dict = state.state_dict()
-    if config.async_checkpoint:
-        state_dict = STAGER.stage(state_dict)  # training is about to change the original
-
-    def write(directory: Path) -> None:
-        if dist.get_rank() == 0:
-            model_config.save_pretrained(directory / "hf")
-            common.save_tokenizer(tokenizer, directory / "hf")
-        if config.checkpoint_style == "stateful":
-            dcp.save({"app": state_dict}, checkpoint_id=directory, process_group=group)
-        else:
-            for name, part in state_dict.items():
-                dcp.save(part, checkpoint_id=directory / name, process_group=group)
-
-    return write
-
-
-def load_checkpoint(state: State, config: Config, directory: Path) -> None:
-    """Each rank reads what it keeps, into the tensors of the state that it has now."""
-    groups = state.optimizer.param_groups
-    given = [{key: group[key] for key in group if key != "params"} for group in groups]
-    if (directory / "model").is_dir():
-        state_dict = state.state_dict()
-        for name, part in state_dict.items():
-            dcp.load(part, checkpoint_id=directory / name)
-        state.load_state_dict(state_dict)
-    else:
-        dcp.load({"app": state}, checkpoint_id=directory)
-    # Hyper-parameters come with the moments, but those of the flags hold: they may have changed.
-    for group, hyper_parameters in zip(state.optimizer.param_groups, given):
-        group.update(hyper_parameters)
-
-
-# --- Training -------------------------------------------------------------------------------------
+# --- Training and validation ----------------------------------------------------------------------
 
 
 def train_step(
@@ -1165,29 +748,22 @@ def train_step(
     config: Config,
     device: torch.device,
 ) -> dict[str, float]:
-    """One optimizer step; returns what is measured: mean loss over the global batch, norm, ...."""
+    """Run one optimizer step; returns the mean loss of the global batch and the gradient norm."""
     total_loss = forward_backward(model, batch, config, device)
-    grad_norm = clip_gradients(model, config.grad_clip or math.inf)
+    grad_norm = clip_grad_norm(model, config.grad_clip or math.inf)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer.step()
-    optimizer.zero_grad()
-    expert_load = balance_experts(model, config.balance_rate)
-    # Reading a number waits for the GPU, so it comes last.
-    measured = {"loss": total_loss.item() / batch.num_labels, "grad_norm": grad_norm.item()}
-    if expert_load is not None:
-        measured["expert_load"] = expert_load.item()
-    return measured
-
-
-# --- Validation -----------------------------------------------------------------------------------
+    zero_grad(model, optimizer)
+    # `.item()` synchronizes with the GPU, so do it last.
+    return {"loss": total_loss.item() / batch.num_targets, "grad_norm": grad_norm.item()}
 
 
 def evaluate(
     model: nn.Module, validation: common.Batches, config: Config, device: torch.device
 ) -> float:
-    """Mean loss per label, in nats, over the same micro-batches whatever the world size."""
-    micro_batches = validation.evaluation(config.eval_batches, *data_parallel_rank_and_size(config))
+    """Return the mean loss per target token in nats, on the same data for every world size."""
+    micro_batches = validation.evaluation(config.eval_batches, *dp_rank_and_size(config))
     model.eval()
     total = validation_loss(model, micro_batches, config, device)
     model.train()
@@ -1200,115 +776,62 @@ def evaluate(
 def main() -> None:
     config = common.parse_config(Config)
 
-    # Preparing data may take long, so it comes before the ranks meet and wait for each other: the
-    # first rank of a node does it, the others find it in the cache.
+    # Tokenizing can take longer than a collective may wait, so do it before the ranks meet. The
+    # first rank of a node does the work, and the others find it in the cache.
     tokenizer = common.load_tokenizer(config.tokenizer)
-    rows = common.load_rows(
-        config.dataset,
-        config.dataset_config,
-        config.dataset_split,
-        columns=[config.text_column],
-        function=common.text_rows,
-        tokenizer=tokenizer,
-        max_length=config.max_length,
-    )
-    training_rows, validation_rows = rows.split()
-    training, validation = (
-        common.Batches(
-            part.lengths,
-            part.num_labels,
-            part.read,
-            batching=config.batching,
-            max_length=config.max_length,
-            micro_batch_tokens=config.micro_batch_tokens,
-            pad_to_multiple_of=config.pad_to_multiple_of,
-            padding_id=tokenizer.eos_token_id,
-            seed=config.seed,
-        )
-        for part in (training_rows, validation_rows)
-    )
-    vocabulary_size = 1 + max(tokenizer.get_vocab().values())  # some leave out ids in between
-    model_config = build_model_config(config, vocabulary_size, tokenizer.eos_token_id)
+    documents = common.load_documents(config, [config.text_column], common.tokenize_text, tokenizer)
+    training_documents, validation_documents = documents.split()
+    make_batches = partial(common.Batches, config=config, padding_id=tokenizer.eos_token_id)
+    training = make_batches(training_documents.sequences(config.max_length))
+    validation = make_batches(validation_documents.sequences(config.max_length))
+    model_config = build_model_config(config, tokenizer)
     if config.steps == 0:
         print("the data is prepared")
         return
 
     device = init_process_group(config)
-    rank = dist.get_rank()
-    world_size = dist.get_world_size()
-    contents = common.describe_contents(model_config, tokenizer, rows)
     model = build_model(config, model_config)
-    size = ModelSize(model)
-    run = common.Run(vars(config), size.num_parameters, contents, device, rank, world_size)
-    for note, count in rows.notes.items():
-        if note:
-            run.say(f"{count:,} documents are {note}")
-    checkpoints = common.Checkpoints(
-        run.directory / "checkpoints",
-        keep=config.keep_checkpoints,
-        facts=run.facts,
-        rank=rank,
-        world_size=world_size,
-        timeout=run.timeout,
-    )
-    # Where the run goes on from, if there is something: every rank checks a part of its files.
-    resumed, progress = checkpoints.find(config.resume)
+    run = common.Run(config, model, tokenizer, documents, device)
+    checkpoints = common.Checkpoints(run)
+    resumed, progress = checkpoints.find()
 
     decayed = weight_decay_names(model)
     model = parallelize(model, config, device)
     optimizer = build_optimizer(model, decayed, config)
-    state = State(model, optimizer)
     if resumed:
-        load_checkpoint(state, config, resumed)
+        common.load_checkpoint(resumed, model, optimizer)
     elif config.init_from:
         common.load_weights(model, config.init_from)
-    save = partial(save_checkpoint, state, model_config, tokenizer, config, checkpoints.group)
 
     run.begin(resumed, progress["step"])
-    # The position in the data is the step number: nothing else of it has to be saved.
+    # The step number is the position in the data, so a resumed run needs no other data state.
+    accumulation = config.global_batch_tokens // config.micro_batch_tokens  # over all ranks
     batches = training.stream(
-        progress["step"],
-        config.steps,
-        config.global_batch_tokens // config.micro_batch_tokens,
-        *data_parallel_rank_and_size(config),
+        progress["step"], config.steps, accumulation, *dp_rank_and_size(config)
     )
-    labels_per_byte = validation_rows.labels_per_byte(
-        validation.evaluation_rows(config.eval_batches)
-    )
-    for step in range(progress["step"] + 1, config.steps + 1):
-        started = time.perf_counter()
-        batch = next(batches)
-        data_seconds = time.perf_counter() - started
-        torch.manual_seed(config.seed + step * world_size + rank)  # of dropout
+    for step, batch in enumerate(batches, progress["step"] + 1):
+        torch.manual_seed(config.seed + step * run.world_size + run.rank)  # for dropout
         learning_rate = learning_rate_at(step, config)
         measured = train_step(model, optimizer, batch, learning_rate, config, device)
-        progress = {"step": step, "tokens": progress["tokens"] + batch.num_labels}
-        run.log_step(
-            batch,
-            size.flops(batch),
-            **progress,
-            **measured,
-            learning_rate=learning_rate,
-            data_seconds=data_seconds,
-            step_seconds=time.perf_counter() - started,
-        )
-        stopping = run.should_stop()  # a signal came to any rank
+        progress = {"step": step, "tokens": progress["tokens"] + batch.num_targets}
+        run.log_step(batch, **progress, **measured, learning_rate=learning_rate)
+        checkpoints.refuse_non_finite(step, measured)
+        stopping = run.should_stop()  # whether any rank received a signal
         if step % config.eval_every == 0 or step == config.steps:
             progress["validation_loss"] = evaluate(model, validation, config, device)
-            run.log_validation(step, progress["validation_loss"], labels_per_byte)
+            run.log_validation(step, progress["validation_loss"], validation)
         if step % config.checkpoint_every == 0 or step == config.steps or stopping:
-            checkpoints.write(save, progress, config.async_checkpoint)
+            checkpoints.save(model, optimizer, progress)
         if stopping:
             break
     checkpoints.wait()
 
-    # Leaving with the model alive can abort in the communication threads: drop it, then the group.
-    del model, optimizer, state, save
+    # The communication threads can abort at exit while a model is alive, so free it first.
+    del model, optimizer
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    next_command = NEXT_COMMAND.format(run_dir=config.run_dir)
-    run.finish(progress["step"], checkpoints.last, validation_rows.prompt(), next_command)
+    run.finish(progress["step"], checkpoints.last, validation_documents.prompt(), NEXT_COMMAND)
 
 
 if __name__ == "__main__":

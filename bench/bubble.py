@@ -1,13 +1,13 @@
-"""The bubble of a pipeline: how long its stages wait, against the number of micro-batches a step.
+"""The bubble of a pipeline: how long its stages wait, by the number of micro-batches in a step.
 
     torchrun --standalone --nproc-per-node=2 bench/bubble.py
 
-Two stages of four blocks each (width 256, rows of 512 tokens, 320 ids, so that the head is little
-work for the last stage) run fsdp2_pp_pretrain's own train step with k micro-batches, in turns over
-k, and the median is taken. A turn, forward and backward of a micro-batch in a stage, takes what a
-step takes longer for one more of them. What a step of k takes beyond k turns is the bubble, S-1 of
-k+S-1 turns by the formula. (The clipping and AdamW, which do not grow with k, are timed apart and
-left out.) Writes docs/bubble.json.
+Two stages of four blocks each (width 256, sequences of 512 tokens, and 320 ids, so that the head is
+little work for the last stage) run the train step of fsdp2_pp_pretrain.py with k micro-batches, in
+turn over k, and the median counts. A slot is the forward and backward of a micro-batch in a stage.
+It takes as long as one more micro-batch makes a step longer. What a step takes beyond k slots is
+the bubble: S-1 of k+S-1 slots by the formula. (Clipping and AdamW do not grow with k and are left
+out.) Writes docs/bubble.json.
 """
 
 import json
@@ -24,13 +24,13 @@ from shared import ROOT, Session
 import common
 import fsdp2_pp_pretrain as script
 
-COUNTS = [2, 4, 8, 16]  # micro-batches a step
-TURNS = 7  # of which the median is taken
-TOKENS = 1024  # of a micro-batch
+COUNTS = [2, 4, 8, 16]  # micro-batches per step
+TURNS = 7  # the median counts
+TOKENS = 1024  # per micro-batch
 
 
 def seconds_of_forward_and_backward(session: Session, micro_batches: list[dict[str, Any]]) -> float:
-    """Of a step, until all ranks have ended it."""
+    """Return the seconds of a step, until all ranks have ended it."""
     batch = common.GlobalBatch(micro_batches, 1, 1, 1, 0.0)
     dist.barrier()
     started = time.perf_counter()
@@ -42,7 +42,7 @@ def seconds_of_forward_and_backward(session: Session, micro_batches: list[dict[s
 
 
 def measure() -> dict[int, float]:
-    """Number of micro-batches -> seconds of a step."""
+    """Return the seconds of a step by the number of micro-batches."""
     stages = dist.get_world_size()
     with tempfile.TemporaryDirectory() as folder:
         model_config = shared.qwen2(256, 1024, 4 * stages, 4, 2, 320)
@@ -59,21 +59,21 @@ def measure() -> dict[int, float]:
         for count, seconds in seen.items():
             micro_batches = [{"input_ids": ids, "labels": ids} for _ in range(count)]
             took = seconds_of_forward_and_backward(session, micro_batches)
-            if turn > 0:  # the first one warms up
+            if turn > 0:  # the first one is a warm-up
                 seconds.append(took)
     session.close()
     return {count: statistics.median(seconds) for count, seconds in seen.items()}
 
 
 def bubble_table() -> str:
-    """Markdown: for each number of micro-batches a step's time, and the bubble, by formula too."""
+    """Return Markdown: time of a step and the bubble by the number of micro-batches."""
     seen = json.loads((ROOT / "docs/bubble.json").read_text())
     steps = {int(count): seconds for count, seconds in seen["steps"].items()}
     few, many = min(steps), max(steps)
-    turn = (steps[many] - steps[few]) / (many - few)
+    slot = (steps[many] - steps[few]) / (many - few)
     lines = ["| micro-batches | a step | waiting, measured | by the formula |", "| --- " * 4 + "|"]
     for count, seconds in steps.items():
-        waiting = 1 - count * turn / seconds
+        waiting = 1 - count * slot / seconds
         formula = (seen["stages"] - 1) / (count + seen["stages"] - 1)
         lines.append(f"| {count} | {1000 * seconds:,.0f} ms | {waiting:.0%} | {formula:.0%} |")
     return "\n".join(lines)

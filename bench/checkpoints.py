@@ -1,17 +1,16 @@
-"""Training time that a checkpoint costs, awaited and in the background (`--async_checkpoint`).
+"""Training time that a checkpoint costs, with and without `--async_checkpoint`.
 
     torchrun --standalone --nproc-per-node=1 bench/checkpoints.py [WIDTH] [ROUNDS]
 
-The same four training steps of fsdp2_pretrain.py, with a model of that width (256: 47 MiB of
-checkpoint, 1024: 727 MiB), without a checkpoint, with one and with one in the background, in turn.
-What they take longer than without is lost: copies, sums, syncs, and what the writing thread takes
-from the training thread. One rank on two cores has a core to spare for it, two ranks have none.
+Runs the same four training steps of fsdp2_pretrain.py in turn without a checkpoint, with one, and
+with one in the background. WIDTH is the model's (256: checkpoints of 47 MiB, 1024: 727 MiB). The
+difference is lost: copies, checksums, syncs, and what the writing thread takes from the training
+thread. One rank on two cores leaves a core to the writing thread, two ranks do not.
 """
 
 import statistics
 import tempfile
 import time
-from functools import partial
 
 import shared
 import torch.distributed as dist
@@ -24,27 +23,23 @@ STEPS = 4
 
 def main() -> None:
     width, rounds = shared.read(__doc__, width=256, rounds=8)
-    device = script.init_process_group(script.Config())
+    script.init_process_group(script.Config())
     with tempfile.TemporaryDirectory(dir=shared.ROOT) as own:
-        folders = [own]
+        folders = [own]  # all ranks need the one of rank 0
         dist.broadcast_object_list(folders)
-        shared.qwen2(width, 4 * width, 4, 4, 2, 512).save_pretrained(f"{own}/shape")
+        shape = f"{folders[0]}/shape"
         rank, ranks = dist.get_rank(), dist.get_world_size()
+        if rank == 0:
+            shared.qwen2(width, 4 * width, 4, 4, 2, 512).save_pretrained(shape)
+        dist.barrier()
         config = script.Config(
-            model=f"{own}/shape", max_length=256, micro_batch_tokens=256, precision="fp32",
-            global_batch_tokens=256 * ranks, run_dir=folders[0],
+            model=shape, max_length=256, micro_batch_tokens=256, global_batch_tokens=256 * ranks,
+            precision="fp32", run_dir=f"{folders[0]}/run", keep_checkpoints=1,
         )  # fmt: skip
         session = shared.Session(script, config)
-        data = session.data
-        run = shared.make_run(config, data, session.size, device)
-        checkpoints = common.Checkpoints(
-            run.directory / "checkpoints",
-            keep=1,
-            facts=run.facts,
-            rank=rank,
-            world_size=ranks,
-            timeout=run.timeout,
-        )
+        run = session.run()
+        run.begin(None, 0)
+        checkpoints = common.Checkpoints(run)
         batches, step = [*session.batches(0, STEPS)], 0
 
         def seconds(kind: str) -> float:
@@ -53,8 +48,7 @@ def main() -> None:
             started = time.perf_counter()
             config.async_checkpoint = kind == "background"
             if kind != "none":
-                save = partial(session.save_checkpoint, checkpoints.group)
-                checkpoints.write(save, {"step": step}, config.async_checkpoint)
+                checkpoints.save(session.model, session.optimizer, {"step": step, "tokens": 0})
             for batch in batches:
                 session.train_step(batch, 1e-4)
                 step += 1
@@ -62,7 +56,7 @@ def main() -> None:
             dist.barrier()
             return time.perf_counter() - started
 
-        kinds = ["none", "awaited", "background"]
+        kinds = ["none", "waiting", "background"]
         for kind in kinds:
             seconds(kind)  # imports, first allocations
         took = [{kind: seconds(kind) for kind in kinds} for _ in range(rounds)]

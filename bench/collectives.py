@@ -1,9 +1,9 @@
-"""Which collectives a rank really issues in a step, how many bytes they move, and between whom.
+"""Which collectives a rank really issues in a step, their bytes, and between which ranks.
 
     torchrun --standalone --nproc-per-node=2 bench/collectives.py SCRIPT [flags of SCRIPT]
 
-Runs a few steps of the script's own parts on its own data, and prints the collectives of rank 0 in
-one of them. bench/dry_run.py watches in the same way what it runs without other ranks.
+Runs a few steps of a script on its own data, and prints the collectives of rank 0 in one of them.
+bench/dry_run.py watches its fake ranks in the same way.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-KINDS = {  # what the dispatcher calls them
+KINDS = {  # by their names in the dispatcher
     "allgather_": "all-gather", "_allgather_base_": "all-gather",
     "all_gather_into_tensor": "all-gather", "_reduce_scatter_base_": "reduce-scatter",
     "reduce_scatter_tensor": "reduce-scatter", "allreduce_": "all-reduce",
@@ -26,7 +26,7 @@ KINDS = {  # what the dispatcher calls them
 
 @dataclasses.dataclass
 class Collective:
-    """One call. `bytes` are those of the whole tensor: gathered, to be reduced or to be traded."""
+    """One call. `bytes` are those of the full tensor that is gathered, reduced or exchanged."""
 
     kind: str
     group: str
@@ -35,7 +35,7 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """Bytes that each rank sends if the ranks form a ring."""
+        """Return the bytes that each rank sends if the ranks form a ring."""
         if self.kind == "receive":
             return 0
         if self.kind in ("broadcast", "send"):
@@ -45,7 +45,7 @@ class Collective:
 
 
 class Ledger(TorchDispatchMode):
-    """While entered, notes the collectives that this rank issues in `calls`."""
+    """While entered, notes in `calls` the collectives that this rank issues."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,13 +53,13 @@ class Ledger(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        return True  # compiled blocks stay compiled; they hold no collectives
+        return True  # compiled blocks stay compiled: they have no collectives
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         from torch.distributed.tensor import DTensor
 
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what it does to its shard comes by on its own
+            return NotImplemented  # its operations on the local shard come by on their own
         result = func(*args, **kwargs or {})
         if func.namespace in ("c10d", "_c10d_functional") and func._opname in KINDS:
             self.note(func, args, result)
@@ -68,7 +68,7 @@ class Ledger(TorchDispatchMode):
     def note(self, func: Any, arguments: tuple, result: Any) -> None:
         sides = [
             sum(leaf.nbytes for leaf in tree_leaves(side) if torch.is_tensor(leaf))
-            # c10d: output and input, or one that is both; functional: input, and the new output
+            # c10d: output and input, or one that is both. Functional: input, and a new output.
             for side in (*arguments[:2], result)
         ]
         if func.namespace == "c10d":
@@ -81,7 +81,7 @@ class Ledger(TorchDispatchMode):
 
 
 def table(calls: list[Collective]) -> str:
-    """Markdown: calls, bytes and what each rank sends, by kind and group."""
+    """Return Markdown: calls, bytes and what each rank sends, by kind and group."""
     rows: dict[tuple, list[Collective]] = {}
     for call in calls:
         rows.setdefault((call.kind, call.group, call.ranks), []).append(call)
@@ -102,7 +102,7 @@ def table(calls: list[Collective]) -> str:
 def main() -> None:
     session = shared.Session(*shared.script_and_config(__doc__))
     batches = session.batches(0, 3)
-    for _ in range(2):  # DDP makes new buckets in its second step
+    for _ in range(2):  # DDP builds new buckets in its second step
         session.train_step(next(batches))
     with Ledger() as ledger:
         session.train_step(next(batches))

@@ -1,20 +1,21 @@
-"""The scripts against bare loops of their strategies and against the libraries people would pick.
+"""The scripts compared with bare loops of their strategies, and with Trainer and TRL.
 
     python -m venv .peers && .peers/bin/pip install -r bench/requirements.txt
     python bench/compare.py [--only pretraining|fine-tuning|steps] [--turns N]
 
 One model, Qwen2's shape with 4 layers of width 256, in fp32 on 2 gloo ranks with one thread each.
-Contestants that are compared are alive at the same time, and one after the other trains three steps
-while the others stand still: the speed of a shared machine changes within minutes. So on for
-several such turns each (N at most), there and back without pause; the first three steps of all are
-left out. pretraining: rows of 256 tokens, 8 a rank; the same rows from the same weights, so that
-all must show the same losses. fine-tuning: 2,000 conversations of up to 2,048 bytes, about 8,000
-tokens a step, with the script's default flags; where steps are of short rows or of long ones, the
-turns are more, a whole epoch. Prints tokens per second without padding, the ratio to a
-reference, and the standard error of the ratios of single turns.
+The speed of a shared machine changes within minutes. So contestants that are compared are alive at
+the same time, and take turns of three steps while the others stand still, in alternating order, for
+up to N turns. The first turn of each does not count.
 
-steps: script and bare loop in one process, a step each in turn, on the rows of pretraining: even
-two processes of the same program differ by a few per cent.
+pretraining: sequences of 256 tokens, 8 per rank. All train on the same sequences from the same
+weights, so their losses have to be equal. fine-tuning: 2,000 conversations of up to 2,048 bytes,
+about 8,000 tokens per step, with the script's default flags. Where the lengths of steps differ, the
+turns cover a whole epoch. Prints tokens per second without padding, the ratio to a reference, and
+the standard error of the ratios of single turns.
+
+steps: script and bare loop in one process, one step each in turn, on the data of pretraining. Two
+processes of the same program would differ by a few per cent.
 
 Writes into docs/compare.json, under the name of this machine's CPU, and draws docs/compare.png.
 """
@@ -40,10 +41,10 @@ import common
 import ddp_pretrain
 import fsdp2_sft
 
-FEW, MANY = 10, 48  # turns: of steps that are all alike; a whole epoch, of rows short and long
+FEW, MANY = 10, 48  # turns: of steps that are alike; of a whole epoch of short and long steps
 PEERS = "python -m venv .peers && .peers/bin/pip install -r bench/requirements.txt"
 BEST = "bf16, compiled"
-# Groups that take turns: how many a run, and contestant -> what it is compared with.
+# Groups that take turns: the number of turns, and contestant -> what it is compared with.
 GROUPS: dict[str, list[tuple[int, dict[str, str]]]] = {
     "pretraining": [
         (
@@ -83,62 +84,66 @@ def save_weights(folder: Path) -> None:
 
 
 def prepare_pretraining(folder: Path, steps: int) -> dict[str, Any]:
-    """Documents that fill a row each, and the rows in the order of our batch plan."""
+    """Write documents of one full sequence each, and these in the order of our batch plan."""
     text = "".join(Path(f).read_text("ascii", "ignore") for f in common.standard_library_files())
     with open(folder / "rows.jsonl", "w") as file:
-        for i in range(800):  # 784 to train on, so that all micro-batches are full
+        for i in range(800):  # 784 to train on, so all micro-batches are full
             file.write(json.dumps({"text": text[256 * i : 256 * i + 256]}) + "\n")
     flags = {
         "dataset": str(folder / "rows.jsonl"), "tokenizer": "bytes", "max_length": 256,
         "micro_batch_tokens": 2048, "global_batch_tokens": 4096,
     }  # fmt: skip
     training = shared.load_data(ddp_pretrain, ddp_pretrain.Config(**flags)).training
-    rows = []
-    for k in range(2 * steps):
-        batch = training.collate(training.micro_batch(k))
-        rows.append(torch.cat([batch["input_ids"], batch["labels"][:, -1:]], dim=1))
-    torch.save(torch.stack(rows).view(steps, 16, 257), folder / "rows.pt")
+    sequences = [
+        torch.cat([micro_batch["input_ids"], micro_batch["labels"][:, -1:]], dim=1)
+        for batch in training.stream(0, steps, 2, 0, 1)
+        for micro_batch in batch.micro_batches
+    ]
+    torch.save(torch.stack(sequences).view(steps, 16, 257), folder / "sequences.pt")
     flags |= FLAGS | {"init_from": folder / "weights", "steps": steps}
     given = {}
     for name in STRATEGIES:
         given[f"{name}_pretrain"] = words(flags | {"run_dir": folder / name})
         best = {"run_dir": folder / f"{name} best", "precision": "bf16", "compile": True}
-        best["pad_to_multiple_of"] = 256  # one shape
+        best["pad_to_multiple_of"] = 256  # one length
         given[f"{name}_pretrain {BEST}"] = words(flags | best)
     return {"flags": given, "steps": steps}
 
 
 def prepare_fine_tuning(folder: Path, steps: int) -> dict[str, Any]:
-    """Conversations, a tokenizer with our template, and those of them that ours trains on."""
-    rows = []
+    """Write conversations, a tokenizer with our template, and the conversations we train on."""
+    conversations = []
     for row in fsdp2_sft.docstring_conversations(common.standard_library_files(), ""):
         texts = {"system": row["system"], "user": row["prompt"], "assistant": row["completion"]}
-        whole = "".join(texts.values())
-        # transformers' mask, which TRL uses, leaves out the last bytes of what is not ASCII.
-        if len(whole) < 1950 and whole.isascii():
-            rows.append([{"role": role, "content": text} for role, text in texts.items()])
-    chosen = np.random.default_rng(0).permutation(len(rows))[:2000]
-    lines = [json.dumps({"messages": rows[i]}) + "\n" for i in chosen]
+        text = "".join(texts.values())
+        # Transformers' mask, which TRL uses, leaves out the last bytes of what is not ASCII.
+        if len(text) < 1950 and text.isascii():
+            messages = [{"role": role, "content": text} for role, text in texts.items()]
+            conversations.append(messages)
+    chosen = np.random.default_rng(0).permutation(len(conversations))[:2000]
+    lines = [json.dumps({"messages": conversations[i]}) + "\n" for i in chosen]
     (folder / "conversations.jsonl").write_text("".join(lines))
     flags = {"dataset": str(folder / "conversations.jsonl")}
     data = shared.load_data(fsdp2_sft, fsdp2_sft.Config(**flags))
     data.tokenizer.save_pretrained(folder / "weights")
-    training_rows, _ = data.rows.split()
-    usable = np.sort(training_rows.chosen)  # a row each
+    sequences = data.training.sequences
+    usable = np.sort(sequences.index.document)  # each conversation is one sequence
     (folder / "trained.jsonl").write_text("".join(lines[i] for i in usable))
-    learned = int(data.rows.num_labels[usable].sum())
-    print(f"{len(usable)} conversations, {learned:,} tokens to learn")
+    num_targets = int(sequences.num_targets.sum())
+    print(f"{len(usable)} conversations, {num_targets:,} target tokens")
     flags |= FLAGS | {"init_from": folder / "weights", "steps": steps}
     given = {
         f"fsdp2_sft {batching}": words(flags | {"batching": batching, "run_dir": folder / batching})
         for batching in ("bucketed", "packed")
     }
-    rows_per_rank = round(8000 / data.rows.lengths[usable].mean() / 2)
-    return {"flags": given, "steps": steps, "rows_per_rank": rows_per_rank, "learned": learned}
+    per_rank = round(8000 / sequences.lengths.mean() / 2)
+    return {
+        "flags": given, "steps": steps, "sequences_per_rank": per_rank, "num_targets": num_targets,
+    }  # fmt: skip
 
 
 def prepare(work: str, folder: Path, steps: int) -> dict[str, Any]:
-    """Fill the folder that contestants read; their settings."""
+    """Fill the folder that contestants read; returns their settings."""
     save_weights(folder)
     make = prepare_fine_tuning if work == "fine-tuning" else prepare_pretraining
     settings = make(folder, steps) | {"learning_rate": FLAGS["learning_rate"]}
@@ -163,7 +168,7 @@ class Contestant:
     def __init__(self, python: str, folder: Path, name: str):
         self.name, self.folder = name, folder / name
         self.folder.mkdir(parents=True)
-        self.pipes = {}  # open at both ends: opening waits for nobody
+        self.pipes = {}  # opened at both ends, because opening one end would wait
         for pipe in (f"{kind} {rank}" for kind in ("go", "done") for rank in range(2)):
             os.mkfifo(self.folder / pipe)
             self.pipes[pipe] = os.open(self.folder / pipe, os.O_RDWR)
@@ -179,7 +184,7 @@ class Contestant:
                 os.write(pipe, b"." * turns)
 
     def wait(self) -> None:
-        """Until all ranks have ended their turn."""
+        """Wait until all ranks have ended their turn."""
         for name, pipe in self.pipes.items():
             while name.startswith("done") and not select.select([pipe], [], [], 1)[0]:
                 if self.process.poll() is not None:
@@ -188,7 +193,7 @@ class Contestant:
                 os.read(pipe, 1)
 
     def finish(self) -> dict[str, Any]:
-        """Train to the end; what contestant.py notes."""
+        """Let it train to the end; returns what contestant.py noted."""
         self.go(1000)
         if self.process.wait():
             self.fail()
@@ -201,28 +206,28 @@ class Contestant:
 
 
 def prove_equal_work(seen: dict[str, dict[str, Any]], settings: dict[str, Any]) -> None:
-    """Pretraining: the losses of every step are equal. Fine-tuning: so many tokens are learned."""
+    """Check that losses are equal, in fine-tuning that the numbers of target tokens are."""
     for name, one in seen.items():
-        if "learned" in settings:
-            equal = one["learned"] == settings["learned"]
+        if "num_targets" in settings:
+            equal = one["num_targets"] == settings["num_targets"]
         else:
             within = 0.05 if BEST in name else 1e-3  # bf16 rounds to 3 digits
             pairs = zip(one["losses"], seen["bare ddp"]["losses"], strict=True)
             equal = all(abs(a / b - 1) < within for a, b in pairs)
         if not equal:
-            raise SystemExit(f"{name} does other work: {one['losses']}, {one.get('learned')}")
+            raise SystemExit(f"{name} does other work: {one['losses']}, {one.get('num_targets')}")
 
 
 def take_turns(group: dict[str, str], turns: int, folder: Path) -> dict[str, dict[str, Any]]:
-    """Train with the contestants of a group, a turn each; what each notes."""
+    """Let the contestants of a group train in turns; returns what each noted."""
     running = []
-    for name in group:  # one after the other also at the start
+    for name in group:  # start them one after the other, too
         peer = name.split()[0] in ("trainer", "trl")
         python = str(ROOT / ".peers/bin/python") if peer else sys.executable
         running.append(Contestant(python, folder, name))
         running[-1].wait()
     for _ in range(turns):
-        running.reverse()  # the machine's drift favours nobody
+        running.reverse()  # so that a drift of the machine favors nobody
         for contestant in running:
             contestant.go()
             contestant.wait()
@@ -230,7 +235,7 @@ def take_turns(group: dict[str, str], turns: int, folder: Path) -> dict[str, dic
 
 
 def speeds(one: dict[str, Any]) -> tuple[float, np.ndarray]:
-    """Tokens per second of all steps but those of the first turn, and of every turn."""
+    """Return tokens per second of all turns but the first, and of each of them."""
     tokens, seconds = (
         np.array(one[kind][TURN:]).reshape(-1, TURN).sum(axis=1) for kind in ("tokens", "seconds")
     )
@@ -238,7 +243,7 @@ def speeds(one: dict[str, Any]) -> tuple[float, np.ndarray]:
 
 
 def contest(work: str, most: int) -> dict[str, dict[str, Any]]:
-    """The table of all contestants; at most so many turns."""
+    """Return the table of all contestants, after at most so many turns."""
     seen: dict[str, dict[str, Any]] = {}
     table = {}
     for turns, group in GROUPS[work]:
@@ -248,13 +253,13 @@ def contest(work: str, most: int) -> dict[str, dict[str, Any]]:
             seen |= take_turns(group, turns, Path(folder))
         print(", ".join(group), "are done", flush=True)
         for name, reference in group.items():
-            whole, by_turn = speeds(seen[name])
-            beside, beside_by_turn = speeds(seen[reference])
-            ratios = by_turn / beside_by_turn
+            speed, by_turn = speeds(seen[name])
+            reference_speed, reference_by_turn = speeds(seen[reference])
+            ratios = by_turn / reference_by_turn
             table[name] = {
-                "tokens_per_second": whole,
+                "tokens_per_second": speed,
                 "reference": reference,
-                "ratio": whole / beside,
+                "ratio": speed / reference_speed,
                 "error": ratios.std() / math.sqrt(len(ratios)),
                 "padding": seen[name].get("padding", 0.0),
                 "peak_gib": seen[name]["peak_gib"],
@@ -265,7 +270,7 @@ def contest(work: str, most: int) -> dict[str, dict[str, Any]]:
 
 
 def step_by_step(most: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of a step of script and bare loop, their ratio and its standard error."""
+    """Return milliseconds per step of script and bare loop, their ratio and its standard error."""
     seen = {}
     for strategy in STRATEGIES:
         with tempfile.TemporaryDirectory() as own:
@@ -288,7 +293,7 @@ def step_by_step(most: int) -> dict[str, dict[str, float]]:
 
 
 def markdown(result: dict[str, Any], work: str) -> str:
-    """The table as the README has it, of every machine; from "padding" on that of the last."""
+    """Return the table of all machines; the columns from padding on are those of the last one."""
     titles = ["", "against"]
     titles += [f"{machine}: tokens/s | ratio" for machine in result]
     titles += ["padding", "memory of a rank", "losses"]
@@ -308,7 +313,7 @@ def markdown(result: dict[str, Any], work: str) -> str:
 
 
 def steps_table(result: dict[str, Any]) -> str:
-    """Script and bare loop in one process, of every machine on which that was measured."""
+    """Return the table of script and bare loop in one process, of all machines measured."""
     lines = ["| | machine | script | bare loop | ratio of speeds |", "| --- " * 5 + "|"]
     for machine, tables in result.items():
         for strategy, row in tables.get("steps", {}).items():

@@ -1,13 +1,13 @@
-"""One contestant of bench/compare.py on one rank of a torchrun launch: trains, notes times, losses.
+"""One contestant of bench/compare.py on one rank of a torchrun launch: trains and notes times.
 
     torchrun ... bench/contestant.py OUT FOLDER NAME
 
-After every TURN steps it stands still until it is told to go on, as the next one has its turn.
-FOLDER holds `weights` (a Hugging Face model), `rows.pt` (int64 [steps, rows of all ranks, 257]) and
-`settings.json`. Of a script its own data, model and train step run, with metrics and signals, in
-the loop of its `main` but for validation and checkpoints. A bare loop is the strategy and nothing
-else. `steps STRATEGY` is both in one process, a step each. Runs in either environment: ours for
-`bare`, `steps` and scripts, the peers' for `trainer` and `trl`.
+After every TURN steps it stands still until it is told to continue, because it is another one's
+turn. FOLDER holds `weights` (a Hugging Face model), `sequences.pt` (int64 [steps, sequences of all
+ranks, 257]) and `settings.json`. A script runs its own data, model and train step, with metrics and
+signals, in the loop of its `main` without validation and checkpoints. A bare loop is the strategy
+and nothing else. `steps STRATEGY` runs both in one process, one step each in turn. `bare`, `steps`
+and scripts run in our environment, `trainer` and `trl` in the peers'.
 """
 
 import importlib
@@ -30,13 +30,13 @@ TURN = 3  # steps
 
 
 class Notes:
-    """Seconds of each step, its tokens and loss. `go` and `done` are pipes, of every rank."""
+    """Seconds, tokens and loss of each step. `go` and `done` are pipes, two for each rank."""
 
     def __init__(self, folder: Path) -> None:
         self.started = time.perf_counter()
         self.seconds: list[float] = []
         self.losses: list[Any] = []
-        self.tokens: list[int] = []  # read by all ranks, without padding
+        self.tokens: list[int] = []  # of all ranks, without padding
         self.more: dict[str, Any] = {}
         self.running = threading.Event()  # for other threads of this rank
         self.running.set()
@@ -68,25 +68,25 @@ class Notes:
 def script_steps(
     name: str, flags: list[str], more: dict[str, Any], running: threading.Event | None = None
 ) -> Iterator[tuple[float, int]]:
-    """One of ours: each step's mean loss and tokens of all ranks.
+    """Train with one of ours; yields each step's mean loss and tokens of all ranks.
 
     Args:
-        more: gets the share of padding, and the number of tokens to learn in the data.
-        running: while it is not set, no data is made.
+        more: gets the fraction of padding, and the number of target tokens in the data.
+        running: while it is not set, no batch is prepared.
     """
     import common
 
-    class InTurn(common.Batches):
+    script = importlib.import_module(name)
+
+    class InTurn(shared.batches_class(script)):
         def global_batch(self, *step: Any) -> Any:
             if running is not None:
                 running.wait()
             return super().global_batch(*step)
 
-    script = importlib.import_module(name)
     sys.argv = [f"{name}.py", *flags]
     session = shared.Session(script, common.parse_config(script.Config), kind=InTurn)
-    training = session.data.training
-    more["learned"] = int(training.num_labels.sum())
+    more["num_targets"] = int(session.data.training.sequences.num_targets.sum())
     padding = []
     for batch, loss in session.steps():
         padding.append(batch.padding_fraction)
@@ -97,9 +97,9 @@ def script_steps(
 def bare_steps(
     strategy: str, folder: Path, settings: dict[str, Any]
 ) -> Iterator[tuple[torch.Tensor, int]]:
-    """The strategy, AdamW and the rows: what a tutorial of PyTorch shows.
+    """Train with the strategy, AdamW and the sequences, as PyTorch's tutorials do.
 
-    Returns the steps to come, each this rank's mean loss (a scalar) and the tokens of all ranks.
+    Returns an iterator over steps: this rank's mean loss (a scalar) and the tokens of all ranks.
     """
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -125,10 +125,10 @@ def bare_steps(
         model.parameters(), lr=settings["learning_rate"], betas=(0.9, 0.95), weight_decay=0.0,
         fused=True,
     )  # fmt: skip
-    rows = torch.load(folder / "rows.pt").chunk(ranks, dim=1)[rank]  # [steps, rows, 257]
+    sequences = torch.load(folder / "sequences.pt").chunk(ranks, dim=1)[rank]
 
     def train() -> Iterator[tuple[torch.Tensor, int]]:
-        for batch in rows:
+        for batch in sequences:  # [sequences, 257]
             logits = model(input_ids=batch[:, :-1], use_cache=False).logits
             loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
             loss.backward()
@@ -140,7 +140,7 @@ def bare_steps(
 
 
 def bare(strategy: str, folder: Path, notes: Notes, settings: dict[str, Any]) -> None:
-    """A bare loop of the strategy, alone."""
+    """Run only a bare loop of the strategy."""
     dist.init_process_group("gloo")
     steps = bare_steps(strategy, folder, settings)
     dist.barrier()
@@ -153,10 +153,10 @@ def bare(strategy: str, folder: Path, notes: Notes, settings: dict[str, Any]) ->
 
 
 def step_by_step(strategy: str, folder: Path, settings: dict[str, Any], out: str) -> None:
-    """Script and bare loop in turn, a step each; a step begins and ends on all ranks together."""
+    """Run script and bare loop in one process, one step each in turn, with all ranks in step."""
     name = f"{strategy}_pretrain"
     script = script_steps(name, settings["flags"][name], {})
-    losses, seconds = [next(script)[0]], {"script": [], "bare": []}  # makes the process group
+    losses, seconds = [next(script)[0]], {"script": [], "bare": []}  # also joins the process group
     bare = bare_steps(strategy, folder, settings)
     for _ in range(settings["steps"] - 1):
         dist.barrier()
@@ -179,7 +179,7 @@ def step_by_step(strategy: str, folder: Path, settings: dict[str, Any], out: str
 
 
 def trainer(strategy: str, folder: Path, notes: Notes, settings: dict[str, Any]) -> None:
-    """transformers' Trainer on the same rows in the same order."""
+    """Run transformers' Trainer on the same sequences in the same order."""
     from torch.utils.data import TensorDataset
     from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -188,27 +188,28 @@ def trainer(strategy: str, folder: Path, notes: Notes, settings: dict[str, Any])
             notes.start()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            notes.step(tokens=rows.shape[1] * 256)
+            notes.step(tokens=sequences.shape[1] * 256)
 
         def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
             if "loss" in logs:
                 notes.losses[len([x for x in notes.losses if x is not None])] = logs["loss"]
 
-    rows = torch.load(folder / "rows.pt")
+    sequences = torch.load(folder / "sequences.pt")
     ranks = int(os.environ["WORLD_SIZE"])
-    # The sampler deals single batches out to the ranks in turn.
+    # The sampler hands out single batches to the ranks in turn.
     arguments = TrainingArguments(
-        output_dir=str(folder / "trainer"), per_device_train_batch_size=rows.shape[1] // ranks,
-        max_steps=len(rows), learning_rate=settings["learning_rate"], lr_scheduler_type="constant",
+        output_dir=str(folder / "trainer"), max_steps=len(sequences), lr_scheduler_type="constant",
+        per_device_train_batch_size=sequences.shape[1] // ranks,
+        learning_rate=settings["learning_rate"],
         weight_decay=0.0, adam_beta2=0.95, max_grad_norm=0.0, logging_steps=1, report_to=[],
         save_strategy="no", use_cpu=True, train_sampling_strategy="sequential", bf16=False,
         disable_tqdm=True, optim="adamw_torch_fused", dataloader_drop_last=True,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_pretrained(folder / "weights", dtype=torch.float32)
-    data = TensorDataset(rows.flatten(0, 1))
+    data = TensorDataset(sequences.flatten(0, 1))
 
     def collate(chosen: list) -> dict[str, torch.Tensor]:
-        ids = torch.stack([row for (row,) in chosen])
+        ids = torch.stack([sequence for (sequence,) in chosen])
         return {"input_ids": ids[:, :-1], "shift_labels": ids[:, 1:], "labels": ids[:, 1:]}
 
     made = Trainer(model, arguments, train_dataset=data, data_collator=collate, callbacks=[Clock()])
@@ -216,16 +217,16 @@ def trainer(strategy: str, folder: Path, notes: Notes, settings: dict[str, Any])
 
 
 def trl(mode: str, folder: Path, notes: Notes, settings: dict[str, Any]) -> None:
-    """TRL's SFTTrainer on the conversations that ours trains on, loss on the assistant's tokens."""
+    """Run TRL's SFTTrainer on our conversations, with the loss on the assistant's tokens."""
     from datasets import load_dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    rows = settings["rows_per_rank"]
+    size = settings["sequences_per_rank"]
     modes: dict[str, dict[str, Any]] = {
-        "default": {"per_device_train_batch_size": rows, "max_length": 2048},
+        "default": {"per_device_train_batch_size": size, "max_length": 2048},
         "grouped": {
-            "per_device_train_batch_size": rows, "max_length": 2048,
+            "per_device_train_batch_size": size, "max_length": 2048,
             "train_sampling_strategy": "group_by_length",
         },
         "packed": {"per_device_train_batch_size": 1, "max_length": 4096, "packing": True},
@@ -260,12 +261,13 @@ def trl(mode: str, folder: Path, notes: Notes, settings: dict[str, Any]) -> None
         train_dataset=load_dataset("json", data_files=str(folder / "trained.jsonl"), split="train"),
         processing_class=AutoTokenizer.from_pretrained(folder / "weights"),
     )  # fmt: skip
-    learned = sum(label != -100 for row in made.train_dataset["labels"] for label in row)
+    num_targets = sum(label != -100 for row in made.train_dataset["labels"] for label in row)
     made.train()
     counts = torch.tensor([notes.tokens, positions])
     dist.all_reduce(counts)
     notes.tokens, notes.losses = counts[0].tolist(), []
-    notes.more = {"padding": 1 - int(counts[0].sum()) / int(counts[1].sum()), "learned": learned}
+    padding = 1 - int(counts[0].sum()) / int(counts[1].sum())
+    notes.more = {"padding": padding, "num_targets": num_targets}
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
-"""Train with the three strategies, and draw their loss curves over each other.
+"""Train with DDP, FSDP1 and FSDP2, and draw their loss curves over each other.
 
     python bench/curves.py
 
-Runs the scripts with their default flags but for clipping, on 2 ranks; then writes
+Runs the scripts on 2 ranks with their default flags, except that nothing is clipped. Writes
 docs/curves.png and docs/curves.json.
 """
 
@@ -16,7 +16,7 @@ from shared import ROOT, STRATEGIES
 
 
 def losses(script: str, run_dir: str) -> list[float]:
-    """Loss of every step of a default run of the script."""
+    """Run a script; returns the loss of every step."""
     command = shared.torchrun(2, script, "--run_dir", run_dir, "--grad_clip", 0)
     subprocess.run(command, cwd=ROOT, check=True)
     lines = map(json.loads, (Path(run_dir) / "metrics.jsonl").read_text().splitlines())
@@ -25,7 +25,7 @@ def losses(script: str, run_dir: str) -> list[float]:
 
 def draw(curves: dict[str, list[float]]) -> None:
     figure, axes = shared.plotting().subplots(figsize=(7, 3.4), dpi=150)
-    # Wide under narrow: where all three show, they coincide.
+    # Wide lines under narrow ones: where all three are visible, they coincide.
     styles = zip((9, 5, 1.6), ("#bcd4ee", "#f2a65a", "#1d3557"))
     for (name, curve), (width, colour) in zip(curves.items(), styles):
         axes.plot(range(1, len(curve) + 1), curve, linewidth=width, color=colour, label=name)

@@ -1,17 +1,17 @@
-"""What a script would keep and move on N GPUs, from this CPU: nothing is allocated or sent.
+"""What a script would need on N GPUs, computed on this CPU: memory per rank and communication.
 
     python bench/dry_run.py SCRIPT --ranks N [--rank 0] [--ranks_per_node 8] [--vocabulary V]
         [--memory_gib 24] [--link_gbps 400 --tflops 400] [flags of SCRIPT]
 
 Builds the script's own model, strategy and optimizer, and runs its own train step, as one rank of N
-under torch's fake process group with fake tensors, which have shapes but no numbers. (All ranks are
-alike, but for the stages of a pipeline: of these --rank 0 is in the first, N-1 in the last one.)
+under PyTorch's fake process group, with fake tensors: they have shapes, but no memory. All ranks
+are alike, except for the stages of a pipeline: --rank 0 is in the first one, N-1 in the last one.
 Prints the memory of a rank and the collectives of one optimizer step, beside the closed form.
-Without --global_batch_tokens a step is one micro-batch a rank; `--precision auto` is bf16, as on a
-GPU; --compile is left out. All micro-batches have rows of the longest length.
+Without --global_batch_tokens, a step is one micro-batch per rank. `--precision auto` is bf16, as on
+a GPU, and --compile is left out. All sequences have the longest length.
 
-Sizes are those of torch's tensors. What the allocator, CUDA and NCCL hold beside them is not there:
-leave a tenth of the GPU free.
+Sizes are those of PyTorch's tensors. The allocator, CUDA and NCCL need memory beside them: leave a
+tenth of the GPU free.
 """
 
 import argparse
@@ -26,11 +26,12 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # not needed, and not to be asked about
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # not needed
 warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # FSDP1 does
-warnings.filterwarnings("ignore", ".*NO_SHARD")  # what FSDP1 says of a single rank
+warnings.filterwarnings("ignore", ".*NO_SHARD")  # FSDP1, on a single rank
 
 import collectives  # noqa: E402
 import shared  # noqa: E402
@@ -197,15 +198,16 @@ def fake_ranks() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def allocate(modules: Iterable[torch.nn.Module], model: Any, device: torch.device) -> None:
-    """In place of the scripts' `initialize`: shapes instead of numbers."""
-    for module in modules:
-        if hasattr(module, "seed_text"):
-            for name, parameter in module.named_parameters(recurse=False):
-                empty = torch.empty_like(parameter, device=device)
-                setattr(module, name, torch.nn.Parameter(empty))
-            for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+def allocate(
+    model: torch.nn.Module, modules: Iterable[torch.nn.Module], seed: int, device: torch.device
+) -> None:
+    """Replace the scripts' `initialize`: give modules shapes on the device instead of numbers."""
+    for module in reversed(list(modules)):
+        for name, parameter in module.named_parameters(recurse=False):
+            empty = torch.empty_like(parameter, device=device)
+            setattr(module, name, torch.nn.Parameter(empty, parameter.requires_grad))
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
 def unseen(function: Callable) -> Callable:
@@ -218,13 +220,13 @@ def unseen(function: Callable) -> Callable:
     return wrapped
 
 
-def exchange_evenly(numbers: torch.Tensor, num_experts: int, group: Any) -> tuple:
-    """A script's `exchange_counts` as if routers chose evenly: fake tensors cannot be counted."""
+def exchange_evenly(expert_of_row: torch.Tensor, num_experts: int, group: Any) -> tuple:
+    """Replace `exchange_counts`, as if routers chose evenly: fake tensors cannot be counted."""
     from torch.distributed._functional_collectives import all_to_all_single_autograd
 
-    ranks = group.size()
-    counts = numbers.new_full((ranks, num_experts // ranks), len(numbers) // num_experts)
-    rows = [len(numbers) // ranks] * ranks
+    ranks, num_rows = group.size(), len(expert_of_row)
+    counts = expert_of_row.new_full((ranks, num_experts // ranks), num_rows // num_experts)
+    rows = [num_rows // ranks] * ranks
     return all_to_all_single_autograd(counts, None, None, group), rows, rows
 
 
@@ -284,6 +286,7 @@ def adapted(script: Any) -> Iterator[None]:
     """Replace what would look into tensors; strategy and train step stay the script's own."""
     import torch.distributed.fsdp._flat_param as fsdp1
     import torch.nn.parallel.distributed as ddp
+    import transformers.masking_utils as masking
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
@@ -291,6 +294,8 @@ def adapted(script: Any) -> Iterator[None]:
         (script, "initialize", allocate),
         (ddp, "_verify_param_shape_across_processes", lambda *_: None),
         (fsdp1, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0),
+        # For fake tensors, transformers makes masks that it would leave out for real ones.
+        (masking, "is_tracing", lambda *_: False),
     ]
     # DTensor tries out whole shapes, in a fake mode of its own.
     trial = ShardingPropagator, "_propagate_tensor_meta_non_cached"
@@ -303,6 +308,7 @@ def adapted(script: Any) -> Iterator[None]:
     changes.append(
         (dist, "new_subgroups_by_enumeration", unseen(dist.new_subgroups_by_enumeration))
     )
+    changes.append((dist, "new_subgroups", unseen(dist.new_subgroups)))
     if hasattr(script, "init_device_mesh"):
         changes.append((script, "init_device_mesh", unseen(script.init_device_mesh)))
     if hasattr(script, "exchange_counts"):
@@ -376,72 +382,92 @@ def observe(
     return nbytes(parameters), gradients[0], nbytes(moments)
 
 
-def rows_of(config: Any) -> tuple[int, int]:
-    """Rows of a micro-batch, and their length: the longest; one row if packed."""
+def shape_of(config: Any) -> tuple[int, int]:
+    """Return the sequences of a micro-batch and their length, the longest; packed: one sequence."""
     micro, multiple = config.micro_batch_tokens, config.pad_to_multiple_of
-    width = math.ceil(config.max_length / multiple) * multiple
-    return (1, micro) if config.batching == "packed" else (micro // width, width)
+    length = math.ceil(config.max_length / multiple) * multiple
+    return (1, micro) if config.batching == "packed" else (micro // length, length)
 
 
 def batch_of(script: Any, config: Any) -> common.GlobalBatch:
-    """This rank's micro-batches of a step.
+    """Return this rank's micro-batches of a step.
 
-    All tokens of a conversation are learned, which is the most that can be.
+    All tokens of a conversation are in the loss, which is the most that can be.
     """
-    _, data_parallel_size = script.data_parallel_rank_and_size(config)
-    rows, length = rows_of(config)
-    ids = dict.fromkeys(["input_ids", "labels"], torch.zeros(rows, length, dtype=torch.int64))
+    _, dp_size = script.dp_rank_and_size(config)
+    sequences, length = shape_of(config)
+    ids = torch.zeros(sequences, length, dtype=torch.int64)
+    micro_batch = {"input_ids": ids, "labels": ids}
     if hasattr(script, "ConversationBatches"):
-        ids["learned"] = torch.arange(rows * length)
+        micro_batch["target_positions"] = torch.arange(sequences * length)
+    accumulation = config.global_batch_tokens // config.micro_batch_tokens // dp_size
     micro_batches = [
-        {name: values.clone() for name, values in ids.items()}
-        for _ in range(
-            config.global_batch_tokens // config.micro_batch_tokens // data_parallel_size
-        )
+        {name: values.clone() for name, values in micro_batch.items()} for _ in range(accumulation)
     ]
     return common.GlobalBatch(
-        micro_batches, num_labels=1, num_tokens=1, squared_lengths=1, padding_fraction=0.0
+        micro_batches, num_targets=1, num_tokens=1, squared_lengths=1, padding_fraction=0.0
     )
 
 
 def model_config_of(script: Any, config: Any, vocabulary: int) -> Any:
-    """The script's architecture; fine-tuning adds the tokens of its template and a pad token."""
-    model_config = script.build_model_config(config, vocabulary, eos_token_id=None)
-    if hasattr(script, "TEMPLATE"):
-        needed = vocabulary + len(script.TURN + script.INSIDE) + 1
-        model_config.vocab_size = max(model_config.vocab_size, math.ceil(needed / 64) * 64)
-    return model_config
+    """Return the script's architecture for a tokenizer with so many ids."""
+
+    def tokenizer_with(ids: int) -> Any:
+        return SimpleNamespace(get_vocab=lambda: {"the last one": ids - 1}, eos_token_id=None)
+
+    if not hasattr(script, "TEMPLATE"):
+        return script.build_model_config(config, tokenizer_with(vocabulary))
+    # Fine-tuning adds the tokens of its chat template and a pad token.
+    grown = vocabulary + len(script.TURN + script.INSIDE) + 1
+    return script.build_model_config(config, tokenizer_with(grown), vocabulary)
 
 
 def dry_run(script: Any, config: Any, vocabulary: int, watch: Watch | None = None) -> Report:
-    """Build and train one step as the rank that `be_rank` has named; nothing has numbers."""
+    """Build the model and train a step as the rank that `be_rank` has named, on fake tensors."""
     shape = model_config_of(script, config, vocabulary)
     fake, watch = FakeTensorMode(allow_non_fake_inputs=True), watch or Watch()
     watch.elsewhere = elsewhere(config)
     if config.batching == "packed":  # as one document: no kernel keeps the square of attention
-        row = {"max_length": config.micro_batch_tokens, "pad_to_multiple_of": 1}
-        config = dataclasses.replace(config, batching="bucketed", **row)
+        changes = {"max_length": config.micro_batch_tokens, "pad_to_multiple_of": 1}
+        config = dataclasses.replace(config, batching="bucketed", **changes)
     with fake_ranks(), adapted(script), fake, watch:
-        model, optimizer = shared.build(script, config, shape, CPU)
+        model = script.build_model(config, shape)
+        model, optimizer = shared.build(script, config, model, CPU)
         batch = batch_of(script, config)
         kept = observe(script, config, model, optimizer, batch, watch)
     with torch.device("meta"):
         from transformers import AutoModelForCausalLM
 
-        whole = AutoModelForCausalLM.from_config(shape)
-    numbers = whole.num_parameters()
-    # A stage has some of the blocks, and of the rest what it needs.
-    part = model if hasattr(config, "pipeline_parallel") else whole
+        full = AutoModelForCausalLM.from_config(shape)
+    # A stage of a pipeline has some of the blocks, and of the rest what it needs.
+    part = model if hasattr(config, "pipeline_parallel") else full
     lists = (module for module in part.modules() if isinstance(module, torch.nn.ModuleList))
-    blocks = set(next(lists).parameters())
-    root = [p.shape for p in part.parameters() if p not in blocks]
-    own = sum(p.numel() for p in part.parameters())
-    experts = [p.shape for p in whole.parameters() if p.ndim == 3]
+    elsewhere_sharded = set(next(lists).parameters())
+    if has_embedding_unit(script, config, shape):
+        elsewhere_sharded.add(part.get_input_embeddings().weight)
     return Report(
-        int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), numbers, own,
-        len(batch.micro_batches), watch.elsewhere, *kept,
-        watch.peak, watch.calls, watch.flops, root, experts, shape,
-    )  # fmt: skip
+        rank=int(os.environ["RANK"]),
+        ranks=int(os.environ["WORLD_SIZE"]),
+        numbers=full.num_parameters(),
+        own=sum(p.numel() for p in part.parameters()),
+        micro_batches=len(batch.micro_batches),
+        elsewhere=watch.elsewhere,
+        parameters=kept[0],
+        gradients=kept[1],
+        optimizer=kept[2],
+        peak=watch.peak,
+        calls=watch.calls,
+        flops=watch.flops,
+        root=[p.shape for p in part.parameters() if p not in elsewhere_sharded],
+        experts=[p.shape for p in full.parameters() if p.ndim == 3],
+        shape=shape,
+    )
+
+
+def has_embedding_unit(script: Any, config: Any, shape: Any) -> bool:
+    """Return whether FSDP shards the embedding on its own: under FSDP2, if it is not tied."""
+    fsdp2 = hasattr(script, "fully_shard") and not hasattr(config, "pipeline_parallel")
+    return fsdp2 and not shape.tie_word_embeddings
 
 
 # --- What to say about it -------------------------------------------------------------------------
@@ -528,8 +554,8 @@ def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
     queries and keys (these as often as C exceeds their heads). R blocks are computed again, up to
     the last tensor that backward needs, and send again.
     """
-    shape, (rows, width) = report.shape, rows_of(config)
-    tokens, size = rows * width * report.micro_batches, size_of_compute(config)
+    shape, (sequences, length) = report.shape, shape_of(config)
+    tokens, size = sequences * length * report.micro_batches, size_of_compute(config)
     blocks = shape.num_hidden_layers
     again = {"none": 0, "selective": 0, "full": blocks}.get(config.activation_checkpointing)
     if again is None:
@@ -599,7 +625,12 @@ def closed_form_of(report: Report, script: Any, config: Any) -> tuple[float, str
         numbers = sum(math.ceil(rows / shards) * shards * row for rows, row in root)
         gathers = (gathers_of_block(config) - 1) * report.micro_batches
         share = gathers * size_of_compute(config) * numbers * (shards - 1) / shards
-        parts["as the root (embedding, last norm, head) is gathered once a micro-batch"] = -share
+        parts["as the root (embedding, last norm, head) is gathered once per micro-batch"] = -share
+        if has_embedding_unit(script, config, report.shape) and keeps_between_micro_batches(config):
+            # It is freed after forward all the same.
+            rows = math.ceil(report.shape.vocab_size // together / shards) * shards
+            again = report.micro_batches * size_of_compute(config) * rows * report.shape.hidden_size
+            parts["as backward gathers the untied embedding"] = again * (shards - 1) / shards
         parts["for shards of equal size"] = padding
     inside, more, ends = sent_inside(report, config)
     if ends:

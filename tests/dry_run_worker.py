@@ -1,7 +1,7 @@
-"""Runs under torchrun: a real step of every strategy under the eyes of bench/dry_run.py.
+"""Runs under torchrun: a real step of every strategy, watched as bench/dry_run.py watches it.
 
-Writes what rank 0 kept and issued to the JSON file given as its argument, and of a pipeline also
-what the last rank did.
+Writes to a JSON file what rank 0 kept and which collectives it issued, and for a pipeline also what
+the last rank did.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ import ddp_pretrain  # noqa: E402
 
 
 def really(script, config, vocabulary: int) -> dict:
-    """As dry_run.dry_run, with numbers and other ranks."""
+    """Do what dry_run.dry_run does, with real tensors and ranks."""
     model_config = dry_run.model_config_of(script, config, vocabulary)
     watch = dry_run.Watch()
 
@@ -30,9 +30,10 @@ def really(script, config, vocabulary: int) -> dict:
         script.train_step(model, optimizer, batch, 0.0, config, dry_run.CPU)
 
     with watch:
-        model, optimizer = shared.build(script, config, model_config, dry_run.CPU)
+        model = script.build_model(config, model_config)
+        model, optimizer = shared.build(script, config, model, dry_run.CPU)
         batch = dry_run.batch_of(script, config)
-        for _ in range(2 * (script is ddp_pretrain)):  # it makes new buckets in its second step
+        for _ in range(2 * (script is ddp_pretrain)):  # it builds new buckets in its second step
             step()
         gc.collect()
         with torch.profiler.profile() as profiler:
@@ -55,7 +56,7 @@ def really(script, config, vocabulary: int) -> dict:
 def main() -> None:
     out, cases = sys.argv[1], json.loads(sys.argv[2])
     ddp_pretrain.init_process_group(ddp_pretrain.Config())
-    gc.freeze()  # what is there now needs no search
+    gc.freeze()  # collections need not look at what exists now
     seen = {}
     for case, (name, flags) in cases.items():
         script = importlib.import_module(name)
@@ -63,7 +64,7 @@ def main() -> None:
             script.exchange_counts = dry_run.exchange_evenly
         seen[case] = really(script, script.Config(**flags), 320)
         gc.collect()
-    of_last = [seen]  # once it has come from there
+    of_last = [seen]
     dist.broadcast_object_list(of_last, src=dist.get_world_size() - 1)
     seen |= {f"{case} last": what for case, what in of_last[0].items() if "pp" in case}
     if dist.get_rank() == 0:

@@ -1,5 +1,5 @@
-// A CUDA that is there and does nothing, for a torch that was built without one: with it fake tensors
-// may lie on "cuda", and autograd runs their backward. Compiled and loaded by tests/fake_cuda.py.
+// A CUDA that does nothing, for a torch that was built without CUDA. With it, fake tensors may be on
+// "cuda", and autograd runs their backward. tests/fake_cuda.py compiles and loads it.
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
@@ -11,7 +11,7 @@ using c10::DeviceType;
 using c10::Stream;
 
 constexpr DeviceIndex DEVICES = 8;
-static thread_local DeviceIndex current = 0;  // as CUDA's: of a thread, and 0 at first
+static thread_local DeviceIndex current = 0;  // per thread and 0 at first, as in CUDA
 
 namespace c10::impl {
 

@@ -1,19 +1,18 @@
-"""Runs scripts on a CUDA that is not there, and counts what would cost time: fake_cuda.py RUNS.
+"""Run scripts on a CUDA that does not exist, and count what would cost time: fake_cuda.py RUNS.
 
-RUNS is a JSON list of [script, flags]. Each run is the script's own init_process_group, model,
-optimizer, two train steps and validation (or sampling), as rank 1 of 4 GPUs, on fake tensors of
-device cuda:1: a mix of devices raises as on a GPU. Collectives have no other ranks. Writes a JSON
-line a run: what was counted in the second step ("step") and in validation, {event: times}, or
-"error".
+RUNS is a JSON list of [script, flags]. A run calls the script's own init_process_group, builds its
+model and optimizer, and runs two train steps and a validation (or sampling), as rank 1 of 4 GPUs,
+on fake tensors of the device cuda:1. Tensors on different devices raise an error, as on a GPU. The
+other ranks of collectives do not exist. Each run writes a JSON line: what it counted in the second
+step ("step") and in validation, {event: times}, or "error".
 
 The events are "wait WHERE" (the CPU waits until the GPU has computed a number), "blocking copy
-WHERE", "async copy WHERE", "attention KERNEL" (as torch 2.13 chooses it on an H100) and
+WHERE", "async copy WHERE", "attention KERNEL" (the one that torch 2.13 chooses on an H100) and
 "collective NAME on DEVICES".
 """
 
 import contextlib
 import ctypes
-import datetime
 import importlib
 import importlib.util
 import json
@@ -38,7 +37,7 @@ os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 
 def load_guard() -> None:
-    """Before torch is imported: who asks for CUDA's hooks first decides what they are."""
+    """Load the stand-in for CUDA. It must precede torch, which looks for its hooks only once."""
     torch_directory = Path(importlib.util.find_spec("torch").origin).parent
     libraries = torch_directory / "lib"
     with tempfile.TemporaryDirectory() as folder:
@@ -73,7 +72,7 @@ SEEN: Counter = Counter()
 
 
 class Stream:
-    """A stream or an event: knows the device that was current when it was made."""
+    """A stream or an event, with the device that was current when it was created."""
 
     device_type = "cuda"
 
@@ -111,7 +110,7 @@ class Stream:
 
 
 class Anything:
-    """Takes any call and does nothing."""
+    """An object that accepts any call and does nothing."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *_, **__: None
@@ -125,7 +124,7 @@ def set_device(device: Any) -> None:
 
 
 def fake_cuda(gpus: int = RANKS, capability: tuple[int, int] = (9, 0)) -> None:
-    """Replace what asks the driver."""
+    """Replace the functions that would ask the driver."""
     import torch._subclasses.fake_tensor as fake_tensor
     import torch.distributed.fsdp._common_utils as fsdp1
     from torch.distributed.pipelining import _utils, schedules
@@ -186,13 +185,13 @@ def fake_cuda(gpus: int = RANKS, capability: tuple[int, int] = (9, 0)) -> None:
         self.logger = Anything()
 
     parallel.__init__ = init
-    # A constant that is moved to the device by a fake mode would be moved in truth.
+    # A fake mode would really move a constant to the device.
     tensor = torch.tensor
 
     def constant(data: Any, device: Any = None, **more: Any) -> torch.Tensor:
         if device and isinstance(data, float):
             return torch.full((), data, device=device, **more)
-        if device and data == []:  # of an empty cache
+        if device and data == []:  # an empty cache
             return torch.empty(0, device=device, **more)
         return tensor(data, **more)
 
@@ -200,7 +199,7 @@ def fake_cuda(gpus: int = RANKS, capability: tuple[int, int] = (9, 0)) -> None:
     schedule: Any = schedules._PipelineSchedule
 
     def agree(self: Any, stages: list, *_: Any) -> None:
-        """Stages vote on whether all know what they will receive; here no other one would vote."""
+        """Replace the vote of all stages on whether they have declared what they receive."""
         for stage in stages:
             assert not _utils.InferenceMode.needs_dynamic(stage._user_meta, True)
             stage._inference_mode = _utils.InferenceMode.STATIC
@@ -216,7 +215,7 @@ def fake_cuda(gpus: int = RANKS, capability: tuple[int, int] = (9, 0)) -> None:
 
 
 def fake_attention() -> None:
-    """scaled_dot_product_attention chooses its kernel as CUDA does on an H100."""
+    """Let scaled_dot_product_attention choose its kernel as it does on an H100."""
     on_cpu = torch.nn.functional.scaled_dot_product_attention
 
     def attention(
@@ -228,7 +227,7 @@ def fake_attention() -> None:
             query, key, value = (tensor.to(dtype) for tensor in (query, key, value))
         grouped = query.shape[1] != key.shape[1]
         arguments = (query, key, value)
-        if query.is_cuda and attn_mask is not None:  # of bool, which sdpa makes one of numbers
+        if query.is_cuda and attn_mask is not None:  # sdpa converts a bool mask to numbers
             SEEN["attention efficient, masked" if not grouped else "attention math"] += 1
             bias = query.new_zeros(()).expand(*query.shape[:3], key.shape[2])
             efficient = aten._scaled_dot_product_efficient_attention
@@ -250,11 +249,26 @@ def fake_attention() -> None:
     torch.nn.functional.scaled_dot_product_attention = attention
 
 
+def fake_masks() -> None:
+    """Let transformers make masks as on a GPU. On fake tensors it would act as if it were compiled.
+
+    It reads whether positions are those of packed documents, and whether there is padding at all.
+    """
+
+    def no_packed_documents(position_ids: torch.Tensor) -> None:
+        if position_ids.is_cuda:
+            SEEN[f"wait for the mask in {place()}"] += 1
+
+    masking: Any = importlib.import_module("transformers.masking_utils")
+    masking.find_packed_sequence_indices = no_packed_documents
+    masking.is_tracing = lambda *_: False
+
+
 # --- What is counted ------------------------------------------------------------------------------
 
 
 def place() -> str:
-    """The line of the project that is being executed."""
+    """Return the line of the project that is being executed."""
     frames = [frame for frame in traceback.extract_stack() if Path(frame.filename).parent == ROOT]
     if not frames:
         return "?"
@@ -262,7 +276,7 @@ def place() -> str:
 
 
 class Recorder(TorchDispatchMode):
-    """Counts, and answers what would need numbers."""
+    """Counts events, and answers calls that would need numbers."""
 
     def __torch_dispatch__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in kinds):
@@ -277,7 +291,7 @@ class Recorder(TorchDispatchMode):
         if func is aten.nonzero.default or func is aten.index.Tensor and is_mask(args):
             if on_cuda:
                 SEEN[f"wait {place()}"] += 1
-            if on_cuda and func is aten.nonzero.default:  # all of them
+            if on_cuda and func is aten.nonzero.default:  # none is zero
                 return first.new_empty((first.numel(), first.dim()), dtype=torch.int64)
         if func is aten._to_copy.default and on_cuda:
             if torch.device(kwargs.get("device") or first.device).type == "cpu":
@@ -293,9 +307,9 @@ class Recorder(TorchDispatchMode):
             SEEN[f"boundaries on {args[3].device}"] += 1
         if func is aten._pin_memory.default:
             SEEN["pinned"] += 1
-            return torch.empty_like(first)  # no constant, whose copy would be a true one
+            return torch.empty_like(first)  # a copy of a constant would be a real one
         if func is aten.is_pinned.default:
-            # Offloaded parameters are; what a micro-batch holds, which is true here, is not yet.
+            # Offloaded parameters are. The real tensors of a micro-batch are not yet.
             return isinstance(first, FakeTensor) and first.is_floating_point()
         if func.namespace in ("c10d", "_c10d_functional"):
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -305,72 +319,61 @@ class Recorder(TorchDispatchMode):
 
 
 def is_mask(args: Any) -> bool:
-    """Whether aten.index gets a boolean mask, of whose sum the result has its shape."""
+    """Return whether aten.index gets a boolean mask, whose sum is the size of the result."""
     return any(index is not None and index.dtype == torch.bool for index in args[1])
 
 
-def rows(longest: int, vocabulary: int, learned: float) -> tuple[np.ndarray, Any]:
-    """Lengths of rows as documents have them, and what reads one."""
-    drawn = np.random.default_rng(0).lognormal(5, 1, 4000).astype(np.int64)
-    lengths = np.clip(drawn, 16, longest)
-
-    def read(row: int) -> tuple[np.ndarray, np.ndarray]:
-        rng = np.random.default_rng(row)
-        size = lengths[row] + 1
-        return rng.integers(vocabulary, size=size, dtype=np.uint32), rng.random(size) < learned
-
-    return lengths, read
-
-
 def by_document(query: Any, key: Any, value: Any, boundaries: Any, scale: Any) -> Any:
-    """In place of a loop over documents, for their lengths are no numbers here."""
+    """Replace the loop over documents, because fake tensors have no lengths of documents."""
     if query.is_cuda:
         SEEN["attention document by document"] += 1
     attention = torch.nn.functional.scaled_dot_product_attention
-    return attention(query, key, value, is_causal=True, scale=scale).transpose(1, 2)
+    output = attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    return output.transpose(1, 2)
 
 
-def plan(config: Any) -> dict[str, Any]:
-    """How batches are filled."""
-    names = ("batching", "max_length", "micro_batch_tokens", "pad_to_multiple_of", "seed")
-    return {name: getattr(config, name) for name in names} | {"padding_id": 256}
+def tokenizer_of(vocabulary: int) -> Any:
+    """Return as much of a tokenizer as `build_model_config` reads."""
+    return types.SimpleNamespace(
+        get_vocab=lambda: {"last": vocabulary - 1}, eos_token_id=256, pad_token_id=None
+    )
 
 
 def texts(script: Any, config: Any, vocabulary: int) -> Any:
-    """The batches of a script that trains on documents or conversations."""
-    lengths, read = rows(config.max_length, vocabulary, 0.5 if "sft" in script.__name__ else 1.0)
-    return getattr(script, "ConversationBatches", common.Batches)(
-        lengths,
-        lengths,
-        read,
-        **plan(config),
-    )
+    """Return the batches of a script that trains on documents or conversations."""
+    drawn = np.random.default_rng(0).lognormal(5, 1, 4000).astype(np.int64)
+    lengths = np.clip(drawn, 16, config.max_length)
+    in_loss = 0.5 if "sft" in script.__name__ else 1.0
+
+    def read(index: int) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng(index)
+        size = lengths[index] + 1
+        return rng.integers(vocabulary, size=size), rng.random(size) < in_loss
+
+    sequences = types.SimpleNamespace(lengths=lengths, num_targets=lengths, read=read)
+    return shared.batches_class(script)(sequences, config, padding_id=256)
 
 
 def answers(script: Any, config: Any, vocabulary: int) -> Any:
-    """The batches of a step of reinforcement, whose answers have unlike lengths."""
+    """Return the batches of an RL step, whose answers have different lengths."""
     rng = np.random.default_rng(0)
     made = []
     for _ in range(config.prompts * config.answers):
-        prompt = rng.integers(vocabulary, size=rng.integers(16, 800), dtype=np.uint32)
-        tokens = rng.integers(vocabulary, size=rng.integers(1, 128), dtype=np.uint32)
-        made.append(script.Answer(prompt, tokens, np.zeros(len(tokens), np.float32), 0.5))
-    return script.AnswerBatches(
-        made,
-        np.zeros(len(made), np.float32),
-        ranks=RANKS,
-        **plan(config),
-    )
+        prompt = rng.integers(vocabulary, size=rng.integers(16, 800))
+        tokens = rng.integers(vocabulary, size=rng.integers(1, 128))
+        log_probs = np.zeros(len(tokens), np.float32)
+        made.append(script.Answer(prompt, np.array([256]), tokens, log_probs, 0.5))
+    return script.AnswerBatches(made, np.zeros(len(made), np.float32), config, padding_id=256)
 
 
 def sample(script: Any, model: Any, config: Any, device: Any) -> None:
-    """Answers of 16 tokens to two prompts, none of which ends before."""
+    """Sample answers of 16 tokens to two prompts. None of them ends before."""
     prompts = [np.arange(length, dtype=np.uint32) for length in (40, 100)]
     draws = np.zeros((2 * config.answers, 16))
     numpy = torch.Tensor.numpy
     torch.Tensor.numpy = lambda tensor: np.ones(tensor.shape)  # type: ignore[method-assign]
     try:
-        with script.whole_parameters(model, config):
+        with script.unsharded_parameters(model, config):
             SEEN.clear()
             made = script.sample(model, prompts, draws, 256, device)
     finally:
@@ -379,38 +382,40 @@ def sample(script: Any, model: Any, config: Any, device: Any) -> None:
 
 
 def run(script: Any, flags: dict[str, Any]) -> dict[str, Any]:
-    """Two steps and a validation, or sampling; the counts of the second step and of the latter."""
+    """Run two steps, and a validation or sampling; returns the counts of all but the first step."""
     torch._C._accelerator_setDeviceIndex(0)
     SEEN.clear()
     config = script.Config(**{"model": "qwen2-0.5b", "max_length": 1024} | flags)
     device = script.init_process_group(config)
     seen = {"start": dict(SEEN), "device": str(device), "precision": config.precision}
     vocabulary = 320
-    reinforced = hasattr(script, "AnswerBatches")
-    if reinforced:
-        batches = answers(script, config, vocabulary)
-        number = batches.num_micro_batches
-    else:
-        batches = texts(script, config, vocabulary)
-        number = config.global_batch_tokens // config.micro_batch_tokens
-    batches.collate = dry_run.unseen(batches.collate)  # on the CPU, and there it has numbers
-    model_config = dry_run.model_config_of(script, config, vocabulary)
+    uses_rl = hasattr(script, "AnswerBatches")
+    batches = (answers if uses_rl else texts)(script, config, vocabulary)
+    # Batches are made on the CPU, where tensors have numbers.
+    batches.collate = dry_run.unseen(batches.collate)
+    plan = batches.plan(0)
+    number = len(plan) if uses_rl else config.global_batch_tokens // config.micro_batch_tokens
+    share = script.dp_rank_and_size(config)
+    number -= number % share[1]
+    more = (257,) if "sft" in script.__name__ else ()
+    model_config = script.build_model_config(config, tokenizer_of(vocabulary), *more)
     model_config.num_hidden_layers = max(2, getattr(config, "pipeline_parallel", 2))
-    share = script.data_parallel_rank_and_size(config)
-    script.attention_document_by_document = by_document
+    script.attend_one_by_one = by_document
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with dry_run.adapted(script), fake, Recorder():
-            model, optimizer = shared.build(script, config, model_config, device)
+            model = script.build_model(config, model_config)
+            model, optimizer = shared.build(script, config, model, device)
             seen["parameters"] = sorted({str(p.device) for p in model.parameters()})
             for step in range(2):
                 SEEN.clear()
-                batch = batches.global_batch(0 if reinforced else step, number, *share)
-                models = (model, None) if reinforced else (model,)  # without a reference
+                chosen = plan[:number] if uses_rl else plan[step * number :][:number]
+                batch = batches.global_batch(chosen, *share)
+                models = (model, None) if uses_rl else (model,)  # without a reference
                 script.train_step(*models, optimizer, batch, 1e-4, config, device)
             seen |= {"micro_batches": len(batch.micro_batches), "step": dict(SEEN)}
             SEEN.clear()
-            if reinforced:
+            if uses_rl:
                 sample(script, model, config, device)
                 seen |= {"validation": {}, "sampling": dict(SEEN)}
             else:
@@ -423,17 +428,13 @@ def run(script: Any, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def threads() -> dict[str, Any]:
-    """Devices of threads: of a plain one, and of the one that writes checkpoints."""
+    """Return the devices of threads: of a plain one, and of the one that writes checkpoints."""
     set_device(RANK)
     dist.new_group = lambda **_: None
-    checkpoints = common.Checkpoints(
-        Path("nowhere"),
-        keep=1,
-        facts={},
-        rank=RANK,
-        world_size=RANKS,
-        timeout=datetime.timedelta(minutes=1),
+    of_run = types.SimpleNamespace(
+        directory=Path("nowhere"), timeout=None, device=torch.device("cuda", RANK)
     )
+    checkpoints = common.Checkpoints(of_run)
 
     def current() -> int:
         return torch.cuda.current_device()
@@ -445,10 +446,10 @@ def threads() -> dict[str, Any]:
 
 
 def starts(script: Any) -> dict[str, Any]:
-    """What a start says on a machine with one GPU, and the precision on an old one."""
+    """Return the error on a machine with one GPU, and the precision on an old GPU."""
     fake_cuda(gpus=1)
     try:
-        script.init_process_group(script.Config(global_batch_tokens=4096))
+        script.init_process_group(script.Config())
         said = ""
     except common.Refusal as refusal:
         said = str(refusal)
@@ -459,9 +460,10 @@ def starts(script: Any) -> dict[str, Any]:
 def main() -> None:
     warnings.filterwarnings("ignore")
     runs = json.loads(sys.argv[1])
-    scripts = [importlib.import_module(name) for name, _ in runs]  # they import with no CUDA
+    scripts = [importlib.import_module(name) for name, _ in runs]  # imported without CUDA
     fake_cuda()
     fake_attention()
+    fake_masks()
     for script, (_, flags) in zip(scripts, runs):
         if flags == "starts":
             seen = starts(script) | {"threads": threads()}

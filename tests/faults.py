@@ -1,13 +1,15 @@
-"""Runs a script in which chosen calls go wrong: faults.py SCRIPT FAULTS FLAGS...
+"""Run a script in which chosen calls go wrong: faults.py SCRIPT FAULTS FLAGS...
 
-FAULTS is a JSON list. {"call": "Run.log_step", "number": 3, "rank": 1, "do": "kill"} has rank 1
-kill itself before the third call of common.Run.log_step (with "after", when that call returns).
+FAULTS is a JSON list. With {"call": "Run.log_step", "number": 3, "rank": 1, "do": "kill"}, rank 1
+kills itself before the third call of common.Run.log_step. With "after", it does so when that call
+returns.
 """
 
 import errno
 import functools
 import importlib
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -22,7 +24,7 @@ import common  # noqa: E402
 
 
 def limit_file_size() -> None:
-    """As a full disk: no file grows any more."""
+    """Let no file grow, as on a full disk."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))
 
@@ -33,6 +35,17 @@ def fail() -> None:
 
 def read_only() -> None:
     raise OSError(errno.EROFS, "Read-only file system")
+
+
+def stop_a_child() -> None:
+    """Fork a child and terminate it, as a `reward` that uses `multiprocessing` does."""
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    child.terminate()
+    child.join(20)
+    if child.exitcode != -signal.SIGTERM:
+        child.kill()
+        raise ValueError("a forked child ignores SIGTERM")
 
 
 def send(*signals: int) -> Callable[[], None]:
@@ -49,6 +62,8 @@ ACTIONS: dict[str, Callable[[], None]] = {
     "sleep": lambda: time.sleep(10_000),
     "limit file size": limit_file_size,
     "read only": read_only,
+    "change directory": lambda: os.chdir("/"),
+    "stop a child": stop_a_child,
 }
 
 
@@ -77,7 +92,7 @@ def plant(fault: dict[str, Any]) -> None:
 
 
 def run(script: str, faults: list[dict[str, Any]], words: list[str]) -> None:
-    # A shell that starts the tests in the background has ignored it.
+    # A shell that starts the tests in the background ignores SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     module = importlib.import_module(script)
     sys.argv = [f"{script}.py", *words]

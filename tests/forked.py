@@ -1,11 +1,12 @@
-"""Launches the scripts from one process that has imported everything, one after the other.
+"""Launch scripts from one process that has imported everything, one after the other.
 
-A launch by torchrun takes seven seconds before anything happens; ranks forked from here start at
-once. Reads a JSON line a launch, {"ranks", "script", "words", "faults", "orderly", "environment",
-"limit"}, and answers with one: {"codes", "stdout", "stderr"}. With 0 ranks, one process as without
-torchrun.
+A launch by torchrun takes seven seconds before anything happens. Ranks that are forked from here
+start at once. Each line of stdin is a launch in JSON: {"ranks", "script", "words", "faults",
+"orderly", "environment", "limit"}. The answer is one line: {"codes", "stdout", "stderr"}. With 0
+ranks, it starts one process as without torchrun.
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -20,20 +21,19 @@ from typing import IO, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import datasets  # noqa: E402, F401
+import transformers  # noqa: E402
 from faults import run  # noqa: E402
-
-import common  # noqa: E402
 
 
 def start(
     ranks: int, script: str, words: list[str], faults: list[dict[str, Any]], orderly: bool,
     out: IO, err: IO,
 ) -> list[int]:  # fmt: skip
-    """Fork the ranks, with the environment that torchrun would give them; returns process ids."""
+    """Fork the ranks with the environment that torchrun would give them; returns process ids."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
-    gc.freeze()  # what is there now no rank needs to search at its end
+    gc.freeze()  # the ranks' garbage collector need not search what is here now
     children = []
     for number in range(max(ranks, 1)):
         child = os.fork()
@@ -47,16 +47,18 @@ def start(
             os.dup2(err.fileno(), 2)
             run(script, faults, words)
             if orderly:
-                raise SystemExit  # as a script's own end: what still lives then may abort
-            os._exit(0)  # saves the second that this takes
+                raise SystemExit  # as at the end of a script: what is still alive may abort
+            sys.stdout.flush()
+            os._exit(0)  # saves the second that an orderly end takes
         children.append(child)
     return children
 
 
 def join(ranks: list[int], limit: float) -> list[int]:
-    """Exit codes. Once one rank has ended badly the others get SIGTERM, as from torchrun.
+    """Return exit codes. Once one rank has failed, the others get SIGTERM, as from torchrun.
 
-    Again and again, unlike torchrun: who has lost a neighbour then ends before its time to speak.
+    They get it again and again, unlike from torchrun, so that ranks which lost another rank end
+    before their five seconds of waiting are over.
     """
     codes: dict[int, int] = {}
     deadline = time.monotonic() + limit
@@ -81,8 +83,13 @@ def join(ranks: list[int], limit: float) -> list[int]:
 
 def main() -> None:
     for script in Path(__file__).parents[1].glob("*p*_*.py"):
-        importlib.import_module(script.stem)
-    common.SAMPLING["max_new_tokens"] = 20  # of the text at a run's end
+        with contextlib.suppress(Exception):  # one that fails to import fails in its own launches
+            importlib.import_module(script.stem)
+    generate = transformers.GenerationMixin.generate
+    # The sample at the end of a run is shorter here.
+    transformers.GenerationMixin.generate = lambda *words, **options: generate(
+        *words, **options | {"max_new_tokens": 20}
+    )
     for line in sys.stdin:
         asked = json.loads(line)
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:

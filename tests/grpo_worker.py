@@ -1,4 +1,4 @@
-"""Steps of fsdp2_grpo.py by its own functions, in many modes; test_grpo.py judges what was seen.
+"""Run steps of fsdp2_grpo.py in many modes, by its own functions; test_grpo.py judges the results.
 
 For conftest.launch, with two flags: --asked, JSON {mode: flags}, and --out, the file to write.
 """
@@ -10,8 +10,10 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator
+from datetime import timedelta
 from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -28,18 +30,16 @@ import common  # noqa: E402
 import fsdp2_grpo as script  # noqa: E402
 
 STEPS = 2
-REAL = {name: getattr(script, name) for name in (
-    "answer_prompts", "whole_parameters", "sample", "forward_backward", "clip_gradients",
-    "policy_loss",
-)}  # fmt: skip
+WATCHED = ["answer_prompts", "unsharded_parameters", "sample", "forward_backward", "policy_loss"]
+REAL = {name: getattr(script, name) for name in WATCHED}
 
 
 def graded(prompt: str, answer: str, reference: str) -> float:
-    """A reward of 0 to 1 that answers of random bytes get too."""
+    """Return a reward from 0 to 1 that answers of random bytes get too."""
     return zlib.crc32((prompt + answer).encode()) % 8 / 7
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def unsharded(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return tensor.detach().clone()
 
@@ -55,32 +55,28 @@ class Watched:
         self.steps: list[dict] = []  # of the optimizer
         self.ratios: list[float] = []
 
-    def answer_prompts(self, *arguments: Any) -> Any:
-        groups = REAL["answer_prompts"](*arguments)
+    def answer_prompts(self, model: Any, documents: Any, chosen: list[int], *more: Any) -> Any:
+        groups = REAL["answer_prompts"](model, documents, chosen, *more)
         self.answers.append([
             [(a.prompt.tolist(), a.tokens.tolist(), a.log_probs.tolist(), a.reward) for a in group]
             for group in groups
         ])  # fmt: skip
-        self.chosen = arguments[2]
+        self.chosen = chosen
         return groups
 
     @contextlib.contextmanager
-    def whole_parameters(self, model: torch.nn.Module, config: Any) -> Iterator[None]:
+    def unsharded_parameters(self, model: torch.nn.Module, config: Any) -> Iterator[None]:
         before = states(model)
         with collectives.Ledger() as ledger:
-            with REAL["whole_parameters"](model, config):
+            with REAL["unsharded_parameters"](model, config):
                 entered = len(ledger.calls)
-                cudnn = [torch.backends.cuda.cudnn_sdp_enabled()]
                 yield
                 sampled = len(ledger.calls)
-        cudnn.append(torch.backends.cuda.cudnn_sdp_enabled())
-        after = states(model)
         kinds = sorted({call.kind for call in ledger.calls})
         counted = [entered, sampled - entered, len(ledger.calls) - sampled]
         self.sampling.append({
-            "before": before, "after": after, "kinds": kinds, "collectives": counted,
+            "before": before, "after": states(model), "kinds": kinds, "collectives": counted,
             "training": model.training, "attention": model.config._attn_implementation,
-            "cudnn": cudnn,
         })  # fmt: skip
 
     def sample(
@@ -103,20 +99,20 @@ class Watched:
 
     def forward_backward(self, model: Any, batch: common.GlobalBatch, *more: Any) -> torch.Tensor:
         self.ratios = []
-        weights = {name: whole(p) for name, p in model.named_parameters()}
+        weights = {name: unsharded(p) for name, p in model.named_parameters()}
         total = REAL["forward_backward"](model, batch, *more)
-        gradients = {name: whole(p.grad) for name, p in model.named_parameters()}
-        measured = dict(zip(script.MEASURED, (total.double() / batch.num_labels).tolist()))
+        gradients = {name: unsharded(p.grad) for name, p in model.named_parameters()}
+        measured = dict(zip(script.MEASURED, (total.double() / batch.num_targets).tolist()))
         self.steps.append({
             "weights": weights, "gradients": gradients, "measured": measured,
             "ratios": common.gather(self.ratios), "micro_batches": len(batch.micro_batches),
-            "tokens": batch.num_labels,
+            "tokens": batch.num_targets,
         })  # fmt: skip
         return total
 
 
 def states(model: torch.nn.Module) -> dict[str, Any]:
-    """How FSDP keeps the parameters right now."""
+    """Return how FSDP holds the parameters right now."""
     groups = [
         group
         for module in model.modules()
@@ -131,37 +127,38 @@ def states(model: torch.nn.Module) -> dict[str, Any]:
         "in shards": [group.is_sharded for group in groups],
         "reshard": [group._reshard_after_forward for group in groups],
         "local": sum(p.to_local().numel() for p in model.parameters() if isinstance(p, DTensor)),
-        "whole": held,
+        "unsharded bytes": held,
     }
 
 
 def run(flags: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Two steps, with the script's own functions as its `main` calls them."""
+    """Run a validation and two steps, with the script's own functions as its `main` calls them."""
     flags = dict(flags)
     watched = Watched(flags.pop("uneven", False))
     config = script.Config(**flags)
-    tokenizer, _ = script.chat_tokenizer(config.tokenizer)
-    rows = common.load_rows(
-        config.dataset, None, "train", script.CONVERSATIONS, script.chat_rows, tokenizer,
-        config.max_length - config.answer_length,
-    )  # fmt: skip
-    training, validation = rows.split()
-    model_config = script.build_model_config(config, len(tokenizer), tokenizer.eos_token_id)
+    tokenizer = script.chat_tokenizer(config.tokenizer)
+    documents = common.load_documents(config, script.COLUMNS, script.tokenize_prompt, tokenizer)
+    training, validation = script.leave_out_long(documents, config).split()
+    model_config = script.build_model_config(config, tokenizer)
     model = script.build_model(config, model_config)
     decayed = script.weight_decay_names(model)
     model = script.parallelize(model, config, device)
+    script.set_learning_rates(config, 1)
     optimizer = script.build_optimizer(model, decayed, config)
     common.load_weights(model, config.init_from)
     reference = None
     if config.reference_weight:
         reference = script.parallelize(script.build_model(config, model_config), config, device)
         common.load_weights(reference, config.init_from)
+    plumbing = SimpleNamespace(
+        config=config, tokenizer=tokenizer, device=device, stop_requested=False,
+        log=lambda line: None, timeout=timedelta(minutes=1),
+    )  # fmt: skip
     measured = []
-    names = [name for name in REAL if name != "clip_gradients"]
-    with mock.patch.multiple(script, **{name: getattr(watched, name) for name in names}):
-        reward = script.evaluate(model, validation, tokenizer, config, device)
+    with mock.patch.multiple(script, **{name: getattr(watched, name) for name in WATCHED}):
+        reward = script.evaluate(model, validation, 0, plumbing)
         for step in range(1, STEPS + 1):
-            batch, of_answers = script.roll_out(model, training, step, tokenizer, config, device)
+            batch, of_answers = script.roll_out(model, training, step, plumbing)
             trained = script.train_step(model, reference, optimizer, batch, 1e-2, config, device)
             measured.append(of_answers | trained)
     draws = {}
@@ -178,7 +175,7 @@ def main() -> None:
     given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
     device = script.init_process_group(script.Config(timeout_minutes=1.0))
     script.reward = graded
-    # Tracing and partitioning graphs is what a mode has of its own; kernels are tested elsewhere.
+    # A mode of its own compiles: trace and partition graphs. The kernels are tested elsewhere.
     torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")
     seen = {}
     for mode, flags in json.loads(given["--asked"]).items():

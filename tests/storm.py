@@ -1,8 +1,8 @@
-"""Kills a run again and again, at chosen and at random moments, until it is allowed to end.
+"""Kill a run again and again, at chosen and at random moments, until it may end.
 
     python tests/storm.py SCRIPT KILLS SEED FLAGS...
 
-Every start is the same command on 2 ranks, forked (see forked.py). Prints where each rank was
+Every start is the same command on 2 forked ranks (see forked.py). It prints where each rank was
 killed.
 """
 
@@ -19,21 +19,22 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from forked import join, start  # noqa: E402
 
 RANKS = 2
-PLACES = [  # calls while a checkpoint is written and published: how often on rank 0, on rank 1
-    ("Checkpoints.write_now", 1, 1),
+# Calls while a checkpoint is written and published, and how often rank 0 and rank 1 make them.
+PLACES = [
+    ("Checkpoints.write", 1, 1),
     ("torch.distributed.checkpoint.FileSystemWriter.write_data", 2, 2),
     ("torch.distributed.checkpoint.FileSystemWriter.finish", 1, 0),
     ("sum_of", 9, 2),
-    ("os.fsync", 12, 0),
+    ("os.sync", 2, 0),
     ("Path.rename", 2, 0),
-    ("Checkpoints.remove_old", 1, 0),
+    ("Checkpoints.complete", 1, 0),
     ("shutil.rmtree", 2, 0),
     ("Run.log_step", 3, 3),
 ]
 
 
 def launch(script: str, words: list[str], faults: list[dict]) -> list[int]:
-    """What the killed ranks and their neighbours say is no news."""
+    """Start the ranks. Killed ranks and their neighbors print nothing."""
     with open(os.devnull, "w") as nowhere:
         return start(
             RANKS, script, words, faults, False, nowhere, nowhere if faults else sys.stderr
@@ -47,13 +48,13 @@ def main() -> None:
     no_end = {"call": "Run.finish", "do": "kill"}
     for number in range(int(kills)):
         victim = chance.choice([0, 0, 1])
-        if number % 2:  # at a place, of one rank
+        if number % 2:  # one rank, at a call
             call, *times = chance.choice([place for place in PLACES if place[1 + victim]])
             fault = {"call": call, "number": chance.randint(1, times[victim]), "rank": victim}
             fault |= {"do": "kill", "after": chance.random() < 0.5}
             codes = join(launch(script, words, [fault, no_end]), 120)
             print(json.dumps(fault), codes, flush=True)
-        else:  # at a time, of one rank or of all
+        else:  # one rank or all, at a time
             ranks = launch(script, words, [no_end])
             delay = chance.uniform(1.5, 3.3)
             time.sleep(delay)

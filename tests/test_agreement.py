@@ -1,4 +1,4 @@
-"""The scripts themselves under torchrun: same losses whatever the strategy and the world size."""
+"""The scripts themselves: the same losses in every strategy and at every world size."""
 
 import json
 import math
@@ -19,12 +19,16 @@ from conftest import (
     RUN_FLAGS,
     SCRIPTS,
     SIZES,
+    SMALL,
     arguments,
+    launch,
+    load_documents,
     make_batches,
     metrics,
     small_shape,
 )
 from safetensors.torch import load_file
+from test_types import plain_model
 from torch.distributed.checkpoint import FileSystemReader
 from torch.nn import functional as F
 from transformers import (
@@ -35,6 +39,8 @@ from transformers import (
 )
 
 import common
+import fsdp2_ep_pretrain
+import fsdp2_pretrain
 
 STEPS = RUN_FLAGS["steps"]
 
@@ -63,8 +69,12 @@ def test_strategies_agree_to_the_last_bit_on_two_ranks(run, shape_directory, scr
     assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize(
+    "script, ranks",
+    [("fsdp2_pretrain.py", 1)]
+    + [(script, 4) for script in SCRIPTS]
+    + [pytest.param(script, 1, marks=pytest.mark.drill) for script in SCRIPTS[:2]],
+)
 def test_world_sizes_agree(run, shape_directory, script, ranks):
     one, other = run(script, 2, model=shape_directory), run(script, ranks, model=shape_directory)
     assert worst(losses(one), losses(other)) < 1e-4
@@ -106,17 +116,18 @@ def check_agreement(one: Path, other: Path) -> None:
 def test_ranks_that_share_a_model_change_nothing(
     run, shape_directory, mixture_directory, script, own
 ):
-    """On 4 ranks, of odd row lengths. (On 2, and in all modes: tests/test_modes.py.)"""
+    """On 4 ranks, with odd sequence lengths. (tests/test_modes.py has all modes on 2 ranks.)"""
     model = mixture_directory if script == EXPERTS else shape_directory
+    if script == EXPERTS:
+        own = own | {"balance_rate": 0}
     one = run("fsdp2_pretrain.py", 4, model=model)
     other = run(script, 4, model=model, **own)
     check_agreement(one, other)
-    loads = [[line.get("expert_load") for line in metrics(each)[0]] for each in (one, other)]
-    assert loads[0] == loads[1] and (None in loads[0]) == (script != EXPERTS)
+    assert all(("expert_load" in line) == (script == EXPERTS) for line in metrics(other)[0])
 
 
 def check_tied_copies(directory: Path) -> None:
-    """The first stage writes its copy as the embedding, the last one its own as the head."""
+    """The first stage writes its copy as the embedding, and the last one its own as the head."""
     checkpoint = max((directory / "checkpoints").iterdir())
     metadata = FileSystemReader(checkpoint / "model").read_metadata()
     names = ["model.embed_tokens.weight", "lm_head.weight"]
@@ -140,7 +151,7 @@ def check_tied_copies(directory: Path) -> None:
     ids=["tied", "untied", "packed, clipped"],
 )
 def test_four_stages_change_nothing(run, tmp_path_factory, tied, own):
-    """Of 5 blocks, so that stages have unequally many; two have neither embedding nor head."""
+    """With 5 blocks, stages have unequally many. Two stages have neither embedding nor head."""
     directory = tmp_path_factory.mktemp("deep")
     small_shape(num_hidden_layers=5, tie_word_embeddings=tied).save_pretrained(directory)
     one = run("fsdp2_pretrain.py", 4, model=directory, **own)
@@ -159,112 +170,100 @@ def learning_rate(step: int, peak=0.01, least=4e-4, warmup=1) -> float:
     return least + (peak - least) * (1 + math.cos(math.pi * (step - warmup) / (STEPS - warmup))) / 2
 
 
+class PlainLoop:
+    """A loop in one process, one sequence at a time, through transformers' own forward.
+
+    It has no padding, packing or ranks. It asks common.py which sequences a step holds; that they
+    are the documents is checked here and in tests/test_data.py.
+    """
+
+    def __init__(self, model: torch.nn.Module, corpus: str, **flags: str):
+        self.model = model
+        self.sequences = load_documents(corpus).split()[0].sequences(512)
+        self.micro_batches = make_batches(self.sequences, **flags).plan(0)
+        decayed, others = [], []
+        for name, parameter in model.named_parameters():
+            (decayed if parameter.ndim > 1 and "embed" not in name else others).append(parameter)
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def step(self, step: int) -> int:
+        """Run one optimizer step of 8 micro-batches; returns the number of target tokens."""
+        total, num_targets = 0.0, 0
+        for index in np.concatenate(self.micro_batches[step * 8 : step * 8 + 8]):
+            tokens, _ = self.sequences.read(index)
+            ids = torch.from_numpy(tokens)
+            logits = self.model(input_ids=ids[None, :-1]).logits[0]
+            loss = F.cross_entropy(logits, ids[1:], reduction="sum")
+            loss.backward()
+            total, num_targets = total + loss.item(), num_targets + len(ids) - 1
+        parameters = list(self.model.parameters())
+        for parameter in parameters:
+            parameter.grad /= num_targets
+        self.norms.append(math.sqrt(sum(p.grad.pow(2).sum().item() for p in parameters)))
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step + 1)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.losses.append(total / num_targets)
+        return num_targets
+
+    def check(self, directory: Path) -> None:
+        """Compare losses, gradient norms and final weights with those of a run."""
+        assert worst(losses(directory), self.losses) < 1e-5
+        assert worst([line["grad_norm"] for line in metrics(directory)[0]], self.norms) < 1e-4
+        exported = AutoModelForCausalLM.from_pretrained(directory / "hf").state_dict()
+        for name, tensor in self.model.state_dict().items():
+            torch.testing.assert_close(exported[name], tensor, rtol=1e-3, atol=2e-4)
+
+
 @pytest.mark.parametrize("batching", ["bucketed", "packed"])
 def test_plain_loop_in_one_process_gives_the_same_losses(
     run, texts, corpus, weights_directory, batching
 ):
-    """One row at a time through transformers' own forward: no padding, packing or ranks.
-
-    Which rows a step holds is asked of common.py; that they are the documents is tested there.
-    """
-    flags = {"init_from": weights_directory, "batching": batching}
-    directories = [run(script, 2, **flags) for script in ("fsdp2_pretrain.py", *INSIDE)]
-    tokenizer = common.load_tokenizer("bytes")
-    rows = common.load_rows(corpus, None, "train", ["text"], common.text_rows, tokenizer, 512)
-    training, _ = rows.split()
-    batches = make_batches(training, batching=batching)
-    known = {text.encode() for text in texts}
-
+    """Other tests compare the other scripts with this one."""
+    directory = run("fsdp2_pretrain.py", 2, init_from=weights_directory, batching=batching)
     model = Qwen2ForCausalLM.from_pretrained(weights_directory, dtype=torch.float32)
-    matrices = [p for n, p in model.named_parameters() if n.endswith("proj.weight")]
-    others = [p for n, p in model.named_parameters() if not n.endswith("proj.weight")]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    expected, norms = [], []
+    loop = PlainLoop(model, corpus, batching=batching)
+    known = {text.encode() for text in texts}
+    for index in np.concatenate(loop.micro_batches[: STEPS * 8]):
+        tokens, _ = loop.sequences.read(index)
+        piece = bytes(tokens[tokens < 256].astype(np.uint8))
+        assert any(piece in text for text in known)
     for step in range(STEPS):
-        total, labels = 0.0, 0
-        for number in range(step * 8, step * 8 + 8):
-            for row in batches.micro_batch(number):
-                tokens, _ = training.read(row)
-                whole = bytes(tokens[tokens < 256].astype(np.uint8))
-                assert any(whole in text for text in known)  # a piece of one of the documents
-                ids = torch.from_numpy(tokens.astype(np.int64))
-                logits = model(input_ids=ids[None, :-1]).logits[0]
-                loss = F.cross_entropy(logits, ids[1:], reduction="sum")
-                loss.backward()
-                total, labels = total + loss.item(), labels + len(ids) - 1
-        for parameter in model.parameters():
-            parameter.grad /= labels
-        norms.append(math.sqrt(sum(p.grad.pow(2).sum().item() for p in model.parameters())))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step + 1)
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(total / labels)
-    for directory in directories:
-        assert worst(losses(directory), expected) < 1e-5
-        assert worst([line["grad_norm"] for line in metrics(directory)[0]], norms) < 1e-4
-    trained = load_file(directories[0] / "hf/model.safetensors")
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(trained[name], parameter.data, rtol=1e-3, atol=2e-4)
+        loop.step(step)
+    loop.check(directory)
 
 
 def test_plain_loop_balances_experts_alike(run, corpus, mixture_directory):
-    """As above, of a mixture of experts: what is counted, and how it moves the routers' biases."""
-    directories = [run(s, 2, init_from=mixture_directory) for s in ("fsdp2_pretrain.py", EXPERTS)]
-    tokenizer = common.load_tokenizer("bytes")
-    rows = common.load_rows(corpus, None, "train", ["text"], common.text_rows, tokenizer, 512)
-    training, _ = rows.split()
-    batches = make_batches(training)
+    """What the run counts, and how that moves the biases of the routers."""
+    directory = run(EXPERTS, 2, init_from=mixture_directory)
     model = MiniMaxM2ForCausalLM.from_pretrained(mixture_directory, dtype=torch.float32)
     layers = [layer.mlp for layer in model.model.layers]
     counts = torch.zeros(len(layers), 4)
-    for layer, of_layer in zip(layers, counts):
+    for layer, layer_counts in zip(layers, counts):
 
-        def count(module, inputs, of_layer=of_layer):
-            of_layer += inputs[1].flatten().bincount(minlength=4)
+        def count(module, inputs, layer_counts=layer_counts):
+            layer_counts += inputs[1].flatten().bincount(minlength=4)
 
         layer.experts.register_forward_pre_hook(count)
-    decayed = [p for n, p in model.named_parameters() if p.ndim > 1 and "embed" not in n]
-    others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    expected, norms, loads = [], [], []
+    loop = PlainLoop(model, corpus)
+    loads = []
     for step in range(STEPS):
-        total, labels = 0.0, 0
-        for number in range(step * 8, step * 8 + 8):
-            for row in batches.micro_batch(number):
-                tokens, _ = training.read(row)
-                ids = torch.from_numpy(tokens.astype(np.int64))
-                logits = model(input_ids=ids[None, :-1]).logits[0]
-                loss = F.cross_entropy(logits, ids[1:], reduction="sum")
-                loss.backward()
-                total, labels = total + loss.item(), labels + len(ids) - 1
-        for parameter in model.parameters():
-            parameter.grad /= labels
-        norms.append(math.sqrt(sum(p.grad.pow(2).sum().item() for p in model.parameters())))
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step + 1)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert counts.sum(1).tolist() == [2 * labels] * len(layers)
-        loads.append((4 * counts.amax(1) / (2 * labels)).max().item())
-        for layer, of_layer in zip(layers, counts):
-            layer.e_score_correction_bias += 0.01 * (labels / 2 - of_layer).sign()
+        num_targets = loop.step(step)
+        assert counts.sum(1).tolist() == [2 * num_targets] * len(layers)
+        loads.append((4 * counts.amax(1) / (2 * num_targets)).max().item())
+        for layer, layer_counts in zip(layers, counts):
+            layer.e_score_correction_bias += 0.01 * (num_targets / 2 - layer_counts).sign()
         counts.zero_()
-        expected.append(total / labels)
-    for directory in directories:
-        lines, _ = metrics(directory)
-        assert worst(losses(directory), expected) < 1e-5
-        assert worst([line["grad_norm"] for line in lines], norms) < 1e-4
-        assert worst([line["expert_load"] for line in lines], loads) < 1e-6
-        exported = AutoModelForCausalLM.from_pretrained(directory / "hf").state_dict()
-        for name, tensor in model.state_dict().items():
-            torch.testing.assert_close(exported[name], tensor, rtol=1e-3, atol=2e-4)
+    loop.check(directory)
+    assert worst([line["expert_load"] for line in metrics(directory)[0]], loads) < 1e-6
 
 
 def small_models() -> dict:
-    """Architectures that differ where it matters: tying, names, biases, ways to initialize."""
+    """Return architectures that differ in tying, names, biases, and ways to initialize."""
     from transformers import GPT2Config, LlamaConfig, PhiConfig
 
     return {
@@ -282,13 +281,50 @@ def small_models() -> dict:
     }
 
 
+def check_initial_weights(monkeypatch, script, name: str, **flags) -> None:
+    """Initialize a model in memory that is full of NaN, and see that none is left."""
+    config = script.Config(model=name, **SMALL | flags)
+    model_config = script.build_model_config(config, common.load_tokenizer("bytes"))
+    model = script.build_model(config, model_config)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(1).isnan()  # integers are filled with their maximum
+        script.initialize(model, model.modules(), config.seed, torch.device("cpu"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        assert tensor.isfinite().all(), key
+        if not tensor.is_floating_point() and tensor.dtype != torch.bool:
+            assert (tensor < torch.iinfo(tensor.dtype).max).all(), key
+
+
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe", "llama", "phi", "gpt2"])
+def test_initial_weights_leave_nothing_uninitialized(monkeypatch, tmp_path, name):
+    """Neither parameters nor buffers, whether a checkpoint holds them or not."""
+    if name == "tiny-moe":
+        check_initial_weights(monkeypatch, fsdp2_ep_pretrain, name, expert_parallel=1)
+        return
+    if name != "tiny":
+        small_models()[name].save_pretrained(tmp_path)
+        name = str(tmp_path)
+    check_initial_weights(monkeypatch, fsdp2_pretrain, name)
+
+
+@pytest.mark.drill
+def test_initial_weights_of_every_type(monkeypatch, tmp_path):
+    for name in common.BUCKETED_TYPES.split():
+        plain_model(name).config.save_pretrained(tmp_path / name)
+        flags = {"max_length": 64, "micro_batch_tokens": 512}
+        check_initial_weights(monkeypatch, fsdp2_pretrain, str(tmp_path / name), **flags)
+
+
 @pytest.mark.parametrize(
     "script, name",
     [
         ("fsdp2_pretrain.py", "qwen2"),
         ("fsdp2_pretrain.py", "llama"),
         ("fsdp1_pretrain.py", "phi"),
-        ("fsdp2_pretrain.py", "gpt2"),
         pytest.param("fsdp2_tp_pretrain.py", "llama", marks=pytest.mark.drill),
         ("fsdp2_cp_pretrain.py", "gpt2"),
         ("fsdp2_pp_pretrain.py", "qwen2"),
@@ -297,7 +333,7 @@ def small_models() -> dict:
     ],
 )
 def test_exported_model_has_the_validation_loss_in_plain_transformers(
-    run, texts, shape_directory, mixture_directory, tmp_path, script, name
+    run, texts, corpus, shape_directory, mixture_directory, tmp_path, script, name
 ):
     if name == "qwen2":
         directory = run(script, 2, model=shape_directory)
@@ -310,8 +346,8 @@ def test_exported_model_has_the_validation_loss_in_plain_transformers(
     tokenizer = AutoTokenizer.from_pretrained(directory / "hf")
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 256
 
-    unique = sorted(set(texts), key=lambda text: common.fingerprint(text))
-    held_out = [text for text in texts if text in unique[: len(unique) // 50]]
+    # Validation gets the documents with the smallest hashes, see `common.Sequences.split`.
+    held_out = [texts[i] for i in load_documents(corpus).split()[1].index.document]
     nats, labels = 0.0, 0
     with torch.no_grad():
         for text in held_out:
@@ -331,7 +367,7 @@ def test_exported_model_has_the_validation_loss_in_plain_transformers(
 @pytest.mark.usefixtures("gpt2_vocabulary")
 @pytest.mark.parametrize("name", ["bytes", pytest.param("gpt2", marks=pytest.mark.drill)])
 def test_the_tokenizer_of_a_runs_hf_gives_the_ids_that_the_model_learned(run, corpus, name):
-    """Beside a config.json of qwen2, for which AutoTokenizer would take its own class."""
+    """Its config.json has the type qwen2, for which AutoTokenizer would use its own class."""
     hf = run(SCRIPTS[0], 1, model="tiny", tokenizer=name, steps=1) / "hf"
     encoding = common.tiktoken_encoding(name)
     texts = [json.loads(line)["text"] for line in open(corpus).readlines()[:20]]
@@ -360,6 +396,9 @@ def test_metrics_and_config_hold_what_the_interface_says(run, shape_directory):
     assert training[0]["mfu"] is None or torch.cuda.is_available()
     assert all(0 <= line["padding_fraction"] < 0.5 for line in training)
     assert all(0 <= line["data_seconds"] <= line["step_seconds"] for line in training)
+    # Without padding. In pretraining, all tokens but the first of a document are targets.
+    speeds = [line["tokens_per_second"] * line["step_seconds"] for line in training]
+    assert speeds == pytest.approx(np.diff([0, *(line["tokens"] for line in training)]))
     config = json.loads((directory / "config.json").read_text())
     assert config["flags"]["grad_clip"] == 0 and config["world_size"] == 2
     model = AutoModelForCausalLM.from_pretrained(directory / "hf")
@@ -377,6 +416,27 @@ def test_one_process_without_torchrun_and_wandb_offline(corpus, shape_directory,
     content = log.read_bytes()
     for key in (b"validation_bits_per_byte", b"grad_norm"):
         assert key in content
+
+
+def test_tokens_per_second_counts_tokens_without_padding(shape_directory, tmp_path):
+    """In fine-tuning, only a part of the tokens are targets. The number of tokens follows from the
+    fraction of padding, because packed batches all have the same size."""
+    lines = []
+    for i in range(40):
+        question = {"role": "user", "content": f"{i} {'?' * 90}"}
+        answer = {"role": "assistant", "content": "!"}
+        lines.append(json.dumps({"messages": [question, answer]}) + "\n")
+    file = tmp_path / "conversations.jsonl"
+    file.write_text("".join(lines))
+    flags = {"dataset": file, "run_dir": tmp_path / "run", "model": shape_directory}
+    flags |= {"batching": "packed", "max_length": 256, "micro_batch_tokens": 512}
+    flags |= {"global_batch_tokens": 1024, "steps": 1, "eval_batches": 1}
+    done = launch(0, "fsdp2_sft.py", flags)
+    assert done.returncode == 0, done.stderr
+    [line], _ = metrics(tmp_path / "run")
+    num_tokens = line["tokens_per_second"] * line["step_seconds"]
+    assert num_tokens == pytest.approx(1024 * (1 - line["padding_fraction"]))
+    assert line["tokens"] < num_tokens / 10
 
 
 @pytest.mark.drill

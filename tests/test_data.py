@@ -1,8 +1,9 @@
-"""Data side: tokenizers, cache, split, plans, collate, attention within documents."""
+"""The data side: tokenizers, cache, split, batch plans, collate, attention within documents."""
 
 import gzip
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
@@ -11,8 +12,9 @@ import time
 import tracemalloc
 from pathlib import Path
 
+import datasets
+import filelock
 import numpy as np
-import pyarrow as pa
 import pytest
 import torch
 from conftest import ROOT, make_batches
@@ -24,6 +26,7 @@ from transformers import (
 )
 
 import common
+import fsdp2_pretrain
 import fsdp2_sft
 
 TRICKY = [
@@ -37,41 +40,46 @@ TRICKY = [
 ]
 
 
-def rows_of(dataset, column: str = "text", tokenizer: str = "bytes", max_length: int = 512):
-    """`load_rows` as the pretraining scripts call it."""
-    made = common.load_tokenizer(tokenizer)
-    where = (str(dataset), None, "train")
-    return common.load_rows(*where, [column], common.text_rows, made, max_length)
+@pytest.fixture(autouse=True)
+def rank_0(monkeypatch):
+    """`common.say` prints on rank 0."""
+    monkeypatch.setenv("RANK", "0")
 
 
-def texts_of(rows: common.Rows) -> list[str]:
-    """What rows of the `bytes` tokenizer say, without their end tokens."""
-    tokens = [rows.read(i)[0] for i in np.flatnonzero(rows.num_labels)]
+def load(
+    dataset, column: str = "text", tokenizer: str = "bytes", function=common.tokenize_text
+) -> common.Sequences:
+    """Call `load_documents` as the pretraining scripts do."""
+    config = common.DataFlags(dataset=str(dataset), tokenizer=tokenizer)
+    return common.load_documents(config, [column], function, common.load_tokenizer(tokenizer))
+
+
+def texts_of(documents: common.Sequences) -> list[str]:
+    """Return the texts of documents of the `bytes` tokenizer, which end with an end token."""
+    tokens = [documents.read(i)[0] for i in range(len(documents.lengths))]
     assert all(ids[-1] == 256 for ids in tokens)
     return [bytes(ids[:-1].astype(np.uint8)).decode() for ids in tokens]
 
 
 @pytest.fixture(scope="module")
 def batches(corpus):
-    """A function: training batches of the small corpus under some settings."""
+    """Return a function: training batches of the small corpus with some flags."""
 
     def make(batching="bucketed", budget=512, multiple=1, seed=0):
-        training, _ = rows_of(corpus).split()
-        made = make_batches(
-            training,
+        training, _ = load(corpus).split()
+        return make_batches(
+            training.sequences(512),
             batching=batching,
             micro_batch_tokens=budget,
             pad_to_multiple_of=multiple,
             seed=seed,
         )
-        made.rows = training
-        return made
 
     return make
 
 
 def refused(function, *arguments) -> str:
-    """The one line on stderr with which a call is refused."""
+    """Return the one line on stderr with which a call is refused."""
     with pytest.raises(common.Refusal) as end:
         function(*arguments)
     line = str(end.value)
@@ -83,7 +91,7 @@ def refused(function, *arguments) -> str:
 
 
 def odd_encoding():
-    """A tiktoken encoding with the regex of cl100k_base, merges and a gap before a special id."""
+    """Return an encoding with the regex of cl100k_base, merges, and a gap before a special id."""
     import tiktoken
 
     ranks = {bytes([value]): value for value in range(256)}
@@ -99,7 +107,7 @@ def odd_encoding():
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2", "odd"])
 def test_tokenizer_and_its_export_give_the_ids_of_tiktoken(name, request, tmp_path, texts):
-    """Here, exported, and back in again; a special token that a text spells out stays text."""
+    """Before and after export. A special token that a text spells out stays text."""
     if name == "gpt2":
         request.getfixturevalue("gpt2_vocabulary")
     encoding = odd_encoding() if name == "odd" else common.tiktoken_encoding(name)
@@ -115,25 +123,18 @@ def test_tokenizer_and_its_export_give_the_ids_of_tiktoken(name, request, tmp_pa
         assert (len(tokenizer), tokenizer.eos_token_id) == (encoding.n_vocab, encoding.eot_token)
 
 
-def test_encodings_of_other_habits_are_right_or_refused():
-    """As p50k_base, whose end token stands between the others; as Llama 3, with another name."""
+def test_an_encoding_with_a_gap_between_its_ids_is_refused():
+    """As p50k_base, whose end token is between the other ids."""
     import tiktoken
 
-    ranks = {bytes([value]): value for value in range(256)}
-
-    def encoding(ranks: dict, special: dict) -> tiktoken.Encoding:
-        return tiktoken.Encoding(
-            "x", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special
-        )
-
-    gap = encoding(ranks | {b"ab": 257}, {"<|endoftext|>": 256})
-    assert "gaps" in refused(common.to_transformers, gap)
-    llama = encoding(ranks, {"<|begin_of_text|>": 256, "<|end_of_text|>": 257})
-    assert "no token for the end of a text" in refused(common.to_transformers, llama)
+    ranks = {bytes([value]): value for value in range(256)} | {b"ab": 257}
+    special = {"<|endoftext|>": 256}
+    gap = tiktoken.Encoding("x", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special)
+    assert "gaps between its ids" in refused(common.to_transformers, gap)
 
 
-def test_tokenizers_that_cannot_train_or_were_left_cutting(tmp_path):
-    """Without an end token: refused. Truncation and padding that a trainer left are taken off."""
+def test_tokenizers_that_truncate_or_lack_an_end_token(tmp_path):
+    """Truncation and padding that a trainer left on are turned off."""
     tokenizer = common.to_transformers(common.tiktoken_encoding("bytes"))
     tokenizer.backend_tokenizer.enable_truncation(16)
     tokenizer.backend_tokenizer.enable_padding(length=16)
@@ -144,36 +145,61 @@ def test_tokenizers_that_cannot_train_or_were_left_cutting(tmp_path):
     endless.save_pretrained(tmp_path / "endless")
     assert "lacks an end-of-text" in refused(common.load_tokenizer, str(tmp_path / "endless"))
     line = refused(common.load_tokenizer, str(tmp_path / "nowhere"))
-    assert "nowhere is neither bytes" in line
+    assert "nowhere is not bytes" in line
 
 
-# --- Corpus and cache -----------------------------------------------------------------------------
+# --- Corpus and documents -------------------------------------------------------------------------
 
 
-def test_rows_are_the_texts_with_one_end_token(corpus, texts):
-    rows = rows_of(corpus, max_length=1000)
-    assert texts_of(rows) == texts
-    assert rows.lengths.tolist() == rows.num_labels.tolist() == [len(t.encode()) for t in texts]
-    assert rows.num_bytes.tolist() == [len(text.encode()) for text in texts]
-    assert all(rows.read(i)[1].all() for i in range(len(texts)))
+def test_documents_are_the_texts_with_one_end_token(corpus, texts):
+    documents = load(corpus)
+    assert texts_of(documents) == texts
+    num_bytes = [len(text.encode()) for text in texts]
+    assert documents.lengths.tolist() == documents.num_targets.tolist() == num_bytes
+    assert all(documents.read(i)[1].all() for i in range(len(texts)))
+    assert documents.prompt().tolist() == documents.read(0)[0][:64].tolist()
 
 
-def test_every_prediction_of_a_long_document_is_in_exactly_one_row(corpus, texts):
-    """A cut loses and repeats nothing, and pieces of a document share its hash and bytes."""
-    rows, start = rows_of(corpus, max_length=70), 0
-    assert rows.lengths.max() == 70 and rows.lengths.min() >= 1
+def test_each_prediction_of_a_long_document_is_in_exactly_one_sequence(corpus, texts):
+    """Splitting loses and repeats nothing, and the pieces share the bytes of their document."""
+    sequences, start = load(corpus).sequences(70), 0
+    assert sequences.lengths.max() == 70 and sequences.lengths.min() >= 1
+    assert sequences.num_targets.tolist() == sequences.lengths.tolist()
     for text in texts:
         ids = [*text.encode(), 256]
         number = -(-(len(ids) - 1) // 70)
-        pieces = [rows.read(i)[0].tolist() for i in range(start, start + number)]
-        assert sum((list(zip(piece, piece[1:])) for piece in pieces), []) == [*zip(ids, ids[1:])]
-        assert len(set(rows.digest[start : start + number])) == 1
-        nbytes = rows.num_bytes[start : start + number].sum(dtype=np.float64)
-        assert nbytes == pytest.approx(len(text.encode()), rel=1e-6)
+        pieces = [sequences.read(i) for i in range(start, start + number)]
+        lengths = sequences.lengths[start : start + number] + 1
+        assert [len(tokens) for tokens, _ in pieces] == lengths.tolist()
+        assert all(in_loss.all() for _, in_loss in pieces)
+        pairs = [list(zip(tokens.tolist(), tokens.tolist()[1:])) for tokens, _ in pieces]
+        assert sum(pairs, []) == [*zip(ids, ids[1:])]
+        num_bytes = (lengths - 1) * sequences.index.bytes_per_token[start : start + number]
+        assert num_bytes.sum() == pytest.approx(len(text.encode()), rel=1e-6)
         start += number
-    assert start == len(rows.lengths)
-    training, validation = (set(part.digest) for part in rows.split())
-    assert training and validation and not training & validation
+    assert start == len(sequences.lengths)
+
+
+def masked_tokenizer(row, tokenizer):
+    """Take a text of 0 and 1 for a loss mask."""
+    in_loss = [mark == "1" for mark in row["text"]]
+    return np.arange(len(in_loss), dtype=np.uint32), in_loss, 0.0
+
+
+def test_truncation_keeps_beginnings_that_have_targets(tmp_path, capsys):
+    """For conversations. The target tokens are those that are left, and what is cut is said."""
+    path = tmp_path / "masks.jsonl"
+    lines = [json.dumps({"text": mask}) + "\n" for mask in ("0011", "000011", "011001", "01")]
+    path.write_text("".join(lines))
+    documents = load(path, function=masked_tokenizer)
+    assert documents.num_targets.tolist() == [2, 2, 3, 1]
+    sequences = documents.sequences(3, truncate=True)
+    assert sequences.lengths.tolist() == [3, 3, 1]
+    assert sequences.num_targets.tolist() == [2, 2, 1]
+    tokens, in_loss = sequences.read(1)
+    assert tokens.tolist() == [0, 1, 2, 3] and in_loss.tolist() == [False, True, True, False]
+    assert documents.num_targets.tolist() == [2, 2, 3, 1]
+    assert "2 of 4 documents are cut to 3 tokens" in capsys.readouterr().out
 
 
 def test_stdlib_corpus_holds_the_functions_of_the_standard_library():
@@ -185,17 +211,19 @@ def test_stdlib_corpus_holds_the_functions_of_the_standard_library():
     assert inspect.getsource(textwrap.TextWrapper) in found
 
 
-def test_an_edited_embedded_corpus_is_made_anew(tmp_path, monkeypatch):
-    """datasets knows a function of a module by its name alone."""
+def test_edited_code_reads_and_tokenizes_again(tmp_path, monkeypatch):
+    """datasets knows a function of a module by its name alone, so its source is in the keys."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    for text in ("short", "a longer text"):
+    for text, end in (("short", 1), ("a longer text", 1), ("a longer text", 22)):
         source = f"def documents(files, version):\n    yield {{'text': {text!r}}}\n"
+        source += f"\ndef tokenize(row, tokenizer):\n    return [5, 6, {end}], [], 1.0\n"
         (tmp_path / "own_corpus.py").write_text(source)
         sys.modules.pop("own_corpus", None)
         importlib.invalidate_caches()
-        function = importlib.import_module("own_corpus").documents
-        monkeypatch.setitem(common.EMBEDDED, "own", function)
+        module = importlib.import_module("own_corpus")
+        monkeypatch.setitem(common.EMBEDDED, "own", module.documents)
         assert {*common.open_dataset("own", None, "train")["text"]} == {text}
+        assert load("own", function=module.tokenize).read(0)[0].tolist() == [5, 6, end]
 
 
 FORMS = ["data.parquet", "data.jsonl", "data.json", "data.txt", "data.csv", "part*.jsonl"]
@@ -204,9 +232,7 @@ FORMS += ["data.jsonl.gz", "data[1].jsonl", "x.txt.jsonl", "x.json.txt.gz"]
 
 @pytest.mark.parametrize("form", FORMS)
 def test_local_files(tmp_path, texts, form):
-    """Any kind, compressed, several, with brackets in the name; the last known suffix counts."""
-    import datasets
-
+    """Each kind, compressed, several, and with brackets in the name. The last suffix counts."""
     lines = [" ".join(text.split()) for text in texts[:40]]  # .txt: one document a line
     assert all(lines)
     table = datasets.Dataset.from_dict({"content": lines, "other": range(40)})
@@ -225,9 +251,9 @@ def test_local_files(tmp_path, texts, form):
             table.shard(2, i, contiguous=True).to_json(tmp_path / f"part{i}.jsonl")
     else:
         table.to_json(name, compression="gzip" if form.endswith(".gz") else None)
-        if "[1]" in form:  # what the name would match as a pattern
+        if "[1]" in form:  # a file that the name matches as a pattern
             (tmp_path / "data1.jsonl").write_text('{"content": "the other file"}\n')
-    assert texts_of(rows_of(name, column, max_length=1000)) == lines
+    assert texts_of(load(name, column)) == lines
 
 
 @pytest.mark.parametrize(
@@ -238,7 +264,7 @@ def test_local_files(tmp_path, texts, form):
         ("empty.jsonl", b"", "empty|no rows|nothing"),
         ("broken.jsonl", b'{"text": "a"\n{"text"', "cannot be read: .*JSON"),
         ("broken.jsonl.gz", b"no gzip", "[Nn]ot a gzip"),
-        ("column.jsonl", b'{"content": "a"}\n', r"has no column text, only \['content'\]"),
+        ("column.jsonl", b'{"content": "a"}\n', r"has no column text: \['content'\]"),
         ("missing.jsonl", None, "missing.jsonl"),
         ("none*.jsonl", None, r"none\*.jsonl"),
         ("a folder of nothing", None, "a folder of nothing"),
@@ -247,22 +273,22 @@ def test_local_files(tmp_path, texts, form):
 def test_a_corpus_that_cannot_be_read_is_refused_in_one_line(name, content, words, tmp_path):
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    line = refused(rows_of, tmp_path / name)
+    line = refused(load, tmp_path / name)
     assert name in line and re.search(words, line) and "StopIteration" not in line
 
 
-def test_what_is_no_text_is_left_out_and_counted(tmp_path):
-    """Null and empty texts leave the rest; numbers instead of text leave nothing, which is said."""
+def test_documents_without_text_are_left_out_and_counted(tmp_path, capsys):
     path = tmp_path / "some.jsonl"
     path.write_text("".join(json.dumps({"text": t}) + "\n" for t in ["one", None, "", "two"]))
-    rows = rows_of(path)
-    assert texts_of(rows) == ["one", "two"]
-    assert rows.notes["left out, as they hold no text"] == 2
-    assert [len(part.lengths) for part in rows.split()] == [1, 1]
+    documents = load(path)
+    assert texts_of(documents) == ["one", "two"]
+    said = capsys.readouterr().out
+    assert "2 documents are left out, because they hold no text" in said
+    assert [len(part.lengths) for part in documents.split()] == [1, 1]
     path = tmp_path / "numbers.jsonl"
     path.write_text("".join(json.dumps({"text": n}) + "\n" for n in range(5)))
-    line = refused(rows_of(path).split)
-    assert "fewer than two documents" in line and "hold no text" in line
+    line = refused(load(path).split)
+    assert "fewer than two different documents" in line
 
 
 def test_s3(texts, monkeypatch):
@@ -283,10 +309,62 @@ def test_s3(texts, monkeypatch):
         client.create_bucket(Bucket="corpus")
         body = "".join(json.dumps({"text": text}) + "\n" for text in texts[:30])
         client.put_object(Bucket="corpus", Key="a/part.jsonl", Body=body.encode())
-        rows = rows_of("s3://corpus/a/part.jsonl", max_length=1000)
-        assert texts_of(rows) == texts[:30]
+        assert texts_of(load("s3://corpus/a/part.jsonl")) == texts[:30]
     finally:
         server.stop()
+
+
+def test_split_never_overlaps_and_is_stable(tmp_path):
+    """Equal documents are on the same side, whatever the order of the data."""
+
+    def split(texts: list[str]) -> list[list[str]]:
+        path = tmp_path / f"{common.fingerprint(texts)}.jsonl"
+        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        return [texts_of(part) for part in load(path).split()]
+
+    texts = [f"document {i}" for i in range(500)] + ["the same"] * 50 + [""] * 50
+    training, validation = split(texts)
+    assert sorted(training + validation) == sorted(filter(None, texts))
+    assert not set(training) & set(validation)
+    assert len(set(validation)) == 501 // 50
+    shuffled = [texts[i] for i in np.random.default_rng(0).permutation(len(texts))]
+    assert sorted(split(shuffled)[1]) == sorted(validation)
+    assert [len(part) for part in split(["one", "two"])] == [1, 1]
+    for few in (["one", "one"], ["one", ""]):
+        with pytest.raises(common.Refusal, match="fewer than two different documents"):
+            split(few)
+
+
+# --- Cache ----------------------------------------------------------------------------------------
+
+tokenized: list[str] = []
+
+
+def counting_tokenizer(document, tokenizer):
+    tokenized.append(document["text"])
+    return common.tokenize_text(document, tokenizer)
+
+
+def test_flags_of_the_batch_plan_tokenize_nothing_again(corpus, texts):
+    """The cache holds tokens of whole documents, so these flags only change views of them."""
+    tokenized.clear()
+    seen = []
+    for flags in (
+        {},
+        {"max_length": 70},
+        {"max_length": 1000, "micro_batch_tokens": 2048},
+        {"batching": "packed"},
+        {"batching": "packed", "max_length": 70, "micro_batch_tokens": 4096},
+        {"pad_to_multiple_of": 64, "seed": 1},
+    ):
+        config = common.DataFlags(dataset=corpus, **flags)
+        tokenizer = common.load_tokenizer("bytes")
+        documents = common.load_documents(config, ["text"], counting_tokenizer, tokenizer)
+        sequences = documents.sequences(config.max_length)
+        make_batches(sequences, **flags).plan(0)
+        seen.append(int(sequences.lengths.max()))
+        assert tokenized == texts
+    assert seen[:3] == [512, 70, max(len(text.encode()) for text in texts)]
 
 
 PREPARE = """
@@ -295,12 +373,14 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import common, datasets
 
-def slow_rows(document, tokenizer, max_length):
-    with open(log, "a") as file:  # one line a document that is tokenized
+def slow_tokenizer(document, tokenizer):
+    with open(log, "a") as file:  # one line for each document
         file.write(".\\n")
-    time.sleep(0.002)  # so that whoever comes at the same time comes in the middle
-    yield from common.text_rows(document, tokenizer, max_length)
+    time.sleep(0.002)  # so that the ranks overlap
+    return common.tokenize_text(document, tokenizer)
 
+config = common.DataFlags(dataset=sys.argv[2])
+tokenizer = common.load_tokenizer("bytes")
 for group in sys.argv[3:]:  # CACHE=RANKS
     cache, ranks = group.split("=")
     datasets.config.HF_DATASETS_CACHE, log = Path(cache), cache + ".log"
@@ -309,10 +389,8 @@ for group in sys.argv[3:]:  # CACHE=RANKS
         children.append(os.fork())
         if not children[-1]:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": ranks}
-            where = (sys.argv[2], None, "train")
-            tokenizer = common.load_tokenizer("bytes")
-            rows = common.load_rows(*where, ["text"], slow_rows, tokenizer, 512)
-            print(rows.lengths.sum(), [len(part.lengths) for part in rows.split()])
+            documents = common.load_documents(config, ["text"], slow_tokenizer, tokenizer)
+            print(documents.lengths.sum(), [len(part.lengths) for part in documents.split()])
             sys.stdout.flush()
             os._exit(0)
     for child in children:
@@ -320,14 +398,14 @@ for group in sys.argv[3:]:  # CACHE=RANKS
 """
 
 
-def test_a_second_run_tokenizes_nothing_and_of_ranks_at_once_one_does_it(corpus, texts, tmp_path):
-    """The cache does not depend on the ranks, which prepare in turn, under the file lock."""
+def test_one_rank_tokenizes_and_readers_need_no_lock(corpus, texts, tmp_path):
+    """The cache does not depend on the ranks. A full cache is read while others hold the lock."""
     program, a, b = tmp_path / "prepare.py", tmp_path / "a", tmp_path / "b"
     program.write_text(PREPARE)
 
     def prepare(*groups: str) -> set[str]:
         command = [sys.executable, str(program), str(ROOT), corpus, *groups]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert (done.returncode, done.stderr) == (0, "")
         return set(done.stdout.splitlines())
 
@@ -338,7 +416,9 @@ def test_a_second_run_tokenizes_nothing_and_of_ranks_at_once_one_does_it(corpus,
     said = prepare(f"{a}=1")
     first = files(a)
     assert len(first) == 1 and len(said) == 1
-    assert prepare(f"{a}=2", f"{b}=2") == said  # a process of its own: no hash is left over
+    with filelock.FileLock(a / "prepared/lock"):
+        # Another process, so nothing that this one knows of the cache helps it.
+        assert prepare(f"{a}=2", f"{b}=2") == said
     assert files(a) == first
     for cache in (a, b):
         assert Path(f"{cache}.log").read_text() == ".\n" * len(texts)
@@ -346,49 +426,29 @@ def test_a_second_run_tokenizes_nothing_and_of_ranks_at_once_one_does_it(corpus,
     assert one == two and name == other
 
 
-def test_what_changes_rows_changes_the_key_of_the_cache(tmp_path, corpus, texts):
-    """Length, and tokenizers that differ in nothing but what their end token is."""
+def test_the_end_token_is_in_the_key_of_the_cache(tmp_path, corpus, texts):
+    """Also of tokenizers that differ in nothing else."""
     tokenizer = common.to_transformers(common.tiktoken_encoding("bytes"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     for name in ("<|endoftext|>", "<|im_end|>"):
         tokenizer.eos_token = name
         tokenizer.save_pretrained(tmp_path / name)
-        rows = rows_of(corpus, tokenizer=str(tmp_path / name), max_length=1000)
-        ends = {int(rows.read(i)[0][-1]) for i in range(len(texts))}
+        documents = load(corpus, tokenizer=str(tmp_path / name))
+        ends = {int(documents.read(i)[0][-1]) for i in range(len(texts))}
         assert ends == {tokenizer.convert_tokens_to_ids(name)}
-    assert rows_of(corpus, max_length=100).lengths.max() == 100
 
 
-def test_code_that_makes_rows_is_part_of_the_key():
-    """What the functions of a corpus call, and the constants that they read, at any depth."""
-    found = common.sources(fsdp2_sft.chat_rows, common.sources(common.make_rows, {}))
-    assert {"make_rows", "chat_rows", "encode", "read_conversation", "read_message"} <= found.keys()
-    assert {"ROLES", "BEYOND_TEXT", "INSIDE", "COLUMNS", "fingerprint"} <= found.keys()
-    text = common.sources(common.text_rows, {})
-    assert {"text_rows", "encode_text"} <= text.keys()
-    assert all("def " in text[name] for name in text if name.islower())
-
-
-def test_split_never_overlaps_and_is_stable():
-    def split(digest: np.ndarray, labels: np.ndarray):
-        columns = {"labels": labels, "digest": digest, "bytes": labels}
-        columns["note"] = [""] * len(digest)
-        columns["tokens"] = columns["learned"] = [[]] * len(digest)
-        return [part.chosen for part in common.Rows(pa.table(columns)).split()]
-
-    rng = np.random.default_rng(0)
-    digest, labels = rng.integers(0, 2**62, 1000), rng.integers(0, 9, 1000)
-    digest[::10] = digest[0]  # the same document a hundred times
-    training, validation = split(digest, labels)
-    assert sorted([*training, *validation]) == np.flatnonzero(labels).tolist()
-    assert not set(digest[training]) & set(digest[validation])
-    assert len(set(digest[validation])) == len(set(digest[labels > 0])) // 50
-    shuffled = rng.permutation(1000)
-    other = split(digest[shuffled], labels[shuffled])[1]
-    assert set(digest[shuffled][other]) == set(digest[validation])
-    assert [len(part) for part in split(digest[1:3], np.ones(2))] == [1, 1]
-    assert "fewer than two" in refused(split, digest[:1], np.ones(1))
-    assert "fewer than two" in refused(split, digest[1:3], np.array([0, 3]))
+@pytest.mark.skipif(sys.platform != "linux", reason="affinity is Linux's")
+def test_cpus_that_the_process_may_not_use_do_not_count(tmp_path, monkeypatch):
+    path = tmp_path / "many.jsonl"
+    path.write_text('{"text": "a"}\n' * 5000)
+    seen = []
+    monkeypatch.setattr(datasets.Dataset, "map", lambda *_, num_proc, **__: seen.append(num_proc))
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    for allowed in ({0}, {0, 1, 2}):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, allowed=allowed: allowed)
+        refused(load, path)  # because `map` returns nothing
+    assert seen == [None, 3]
 
 
 # --- Plans ----------------------------------------------------------------------------------------
@@ -400,30 +460,30 @@ def lengths_of(number: int, longest: int = 2048) -> np.ndarray:
 
 
 def correlations(values: np.ndarray) -> list[float]:
-    """Of neighbours, of those two apart and of those five apart."""
+    """Return the correlation of neighbors, of those two apart and of those five apart."""
     return [abs(np.corrcoef(values[:-lag], values[lag:])[0, 1]) for lag in (1, 2, 5)]
 
 
 @pytest.mark.parametrize("batching", ["bucketed", "packed"])
 @pytest.mark.parametrize("multiple", [1, 64])
 def test_an_epoch_loses_and_repeats_nothing_within_the_budget(batching, multiple):
-    """Several windows, in no order of length; another epoch puts other rows together."""
+    """Over several windows, in no order of length. Another epoch groups other sequences."""
     length = lengths_of(50_000)
     plans = [common.plan_epoch(length, batching, 8192, multiple, 0, epoch) for epoch in (0, 1)]
     for plan in plans:
         assert np.array_equal(np.sort(np.concatenate(plan)), np.arange(len(length)))
-        for rows in plan:
-            widest = -(-length[rows].max() // multiple) * multiple
-            used = length[rows].sum() if batching == "packed" else len(rows) * widest
+        for indices in plan:
+            longest = -(-length[indices].max() // multiple) * multiple
+            used = length[indices].sum() if batching == "packed" else len(indices) * longest
             assert 0 < used <= 8192
-        mean = np.array([length[rows].mean() for rows in plan])
+        mean = np.array([length[indices].mean() for indices in plan])
         assert max(correlations(mean)) < 0.08
         halves = mean[: len(mean) // 2].mean(), mean[len(mean) // 2 :].mean()
         assert abs(halves[0] / halves[1] - 1) < 0.1
     again = common.plan_epoch(length, batching, 8192, multiple, 0, 0)
     assert all(np.array_equal(a, b) for a, b in zip(plans[0], again))
-    together = [{frozenset(rows.tolist()) for rows in plan if len(rows) > 1} for plan in plans]
-    assert not together[0] & together[1]
+    groups = [{frozenset(part.tolist()) for part in plan if len(part) > 1} for plan in plans]
+    assert not groups[0] & groups[1]
     other = common.plan_epoch(length, batching, 8192, multiple, 1, 0)
     assert not np.array_equal(np.concatenate(other), np.concatenate(plans[0]))
     if batching == "packed":
@@ -432,19 +492,23 @@ def test_an_epoch_loses_and_repeats_nothing_within_the_budget(batching, multiple
 
 
 @pytest.mark.parametrize("batching", ["bucketed", "packed"])
-def test_a_row_that_no_micro_batch_can_hold_is_an_error(batching):
-    """Whoever copies the plan alone has no Config that refuses it, and would wait for ever."""
+def test_a_sequence_that_no_micro_batch_can_hold_is_an_error(batching):
+    """Whoever copies the plan alone has no Config that refuses it, and would wait forever."""
     lengths = np.array([5, 9, 7])
-    with pytest.raises(ValueError, match="a row of 9 positions exceeds a micro-batch of 8"):
+    with pytest.raises(ValueError, match="a sequence of 9 exceeds a micro-batch of 8"):
         common.plan_epoch(lengths, batching, 8, 1, 0, 0)
 
 
-def embedded(corpus: str) -> common.Rows:
-    """Rows of an embedded corpus, as the scripts read it by default."""
+def embedded(corpus: str) -> common.Sequences:
+    """Return the training sequences of an embedded corpus, as the scripts read it by default."""
     if corpus == "stdlib":
-        return rows_of(corpus)
-    where, (tokenizer, _) = (corpus, None, "train"), fsdp2_sft.chat_tokenizer("bytes")
-    return common.load_rows(*where, fsdp2_sft.CONVERSATIONS, fsdp2_sft.chat_rows, tokenizer, 2048)
+        return load(corpus).split()[0].sequences(512)
+    tokenizer, _ = fsdp2_sft.chat_tokenizer("bytes")
+    config = common.DataFlags(dataset=corpus)
+    documents = common.load_documents(
+        config, fsdp2_sft.COLUMNS, fsdp2_sft.tokenize_conversation, tokenizer
+    )
+    return documents.split()[0].sequences(2048, truncate=True)
 
 
 @pytest.mark.parametrize(
@@ -455,25 +519,25 @@ def embedded(corpus: str) -> common.Rows:
     ],
 )
 def test_embedded_corpora_fill_the_budget_with_little_padding(corpus, max_length, times):
-    """Padding at most 1 %, at least 94 % of the budget is tokens; packed 99 %."""
-    training, _ = embedded(corpus).split()
-    length = training.lengths
-    made = make_batches(training, max_length=max_length, micro_batch_tokens=times * max_length)
+    """At most 1 % is padding, and at least 94 % of the budget is tokens (packed: 99 %)."""
+    sequences, budget = embedded(corpus), times * max_length
+    length = sequences.lengths
+    made = make_batches(sequences, max_length=max_length, micro_batch_tokens=budget)
     for epoch in (0, 1):
-        chosen = made.plan(epoch)
-        tokens = sum(int(length[part].sum()) for part in chosen)
+        plan = made.plan(epoch)
+        tokens = sum(int(length[part].sum()) for part in plan)
         assert tokens == length.sum() > 10**6
-        positions = sum(np.prod(made.shape(part)) for part in chosen)
-        assert max(np.prod(made.shape(part)) for part in chosen) <= times * max_length
-        assert 1 - tokens / positions <= 0.01
-        assert tokens / (len(chosen) * times * max_length) >= 0.94
-        assert max(correlations(np.array([length[part].mean() for part in chosen]))) < 0.1
-        packed = common.plan_epoch(length, "packed", times * max_length, 1, 0, epoch)
-        assert tokens / (len(packed) * times * max_length) >= 0.99
+        positions = [np.prod(made.shape(part)) for part in plan]
+        assert max(positions) <= budget
+        assert 1 - tokens / sum(positions) <= 0.01
+        assert tokens / (len(plan) * budget) >= 0.94
+        assert max(correlations(np.array([length[part].mean() for part in plan]))) < 0.1
+        packed = common.plan_epoch(length, "packed", budget, 1, 0, epoch)
+        assert tokens / (len(packed) * budget) >= 0.99
 
 
 def first_principles_best_fit(length: list[int], capacity: int) -> list[int]:
-    """Free space of the rows after best-fit decreasing, one piece at a time."""
+    """Return the free space of each bin after best-fit decreasing, one item at a time."""
     free: list[int] = []
     for size in sorted(length, reverse=True):
         fitting = [i for i, space in enumerate(free) if space >= size]
@@ -485,24 +549,17 @@ def first_principles_best_fit(length: list[int], capacity: int) -> list[int]:
 
 
 @pytest.mark.parametrize("capacity, longest", [(100, 100), (100, 30), (64, 64), (1000, 90)])
-def test_packing_is_best_fit_decreasing_within_a_window(capacity, longest):
-    """400 rows are one window; 2,000 may be several, each packed on its own."""
-    rng = np.random.default_rng(capacity + longest)
-    for number in (400, 2000):
-        length = rng.integers(1, longest + 1, number)
-        plan = common.plan_epoch(length, "packed", capacity, 1, 5, 0)
-        assert sorted(np.concatenate(plan).tolist()) == [*range(number)]
-        windows = [*common.windows(length, capacity, np.random.default_rng([5, 0]))]
-        assert number == 2000 or len(windows) == 1
-        assert sorted(np.concatenate(windows).tolist()) == [*range(number)]
-        expected = [first_principles_best_fit(length[w].tolist(), capacity) for w in windows]
-        assert sorted(capacity - int(length[rows].sum()) for rows in plan) == sorted(
-            sum(expected, [])
-        )
+def test_packing_is_best_fit_decreasing(capacity, longest):
+    """400 sequences are one window."""
+    length = np.random.default_rng(capacity + longest).integers(1, longest + 1, 400)
+    plan = common.plan_epoch(length, "packed", capacity, 1, 5, 0)
+    assert sorted(np.concatenate(plan).tolist()) == [*range(400)]
+    free = sorted(capacity - int(length[part].sum()) for part in plan)
+    assert free == first_principles_best_fit(length.tolist(), capacity)
 
 
-def test_ten_million_documents_are_planned_with_a_python_step_a_micro_batch():
-    """In less than 3 s of processor time; lines run and objects kept are counted, which is firm."""
+def test_ten_million_documents_are_planned_with_a_python_step_per_micro_batch():
+    """In less than 3 s of processor time. Lines run and objects kept are counted, too."""
     length = lengths_of(10_000_000)
     began = time.thread_time()
     plan = common.plan_epoch(length, "bucketed", 16384, 1, 0, 0)
@@ -530,28 +587,36 @@ def test_ten_million_documents_are_planned_with_a_python_step_a_micro_batch():
     peak = tracemalloc.get_traced_memory()[1]
     objects = len(tracemalloc.take_snapshot().traces)
     tracemalloc.stop()
-    assert objects < 6 * len(plan)  # not one a document
-    assert peak < 60 * len(length)  # bytes: a few arrays of 8 bytes a document
+    assert objects < 6 * len(plan)  # not one per document
+    assert peak < 60 * len(length)  # bytes: a few arrays of 8 bytes per document
 
 
 # --- Batches --------------------------------------------------------------------------------------
 
 
 def contents(micro_batches) -> list[tuple]:
-    """Micro-batches as something that can be compared and sorted."""
-    return [tuple(batch[k].numpy().tobytes() for k in ("input_ids", "labels"))
-            for batch in micro_batches]  # fmt: skip
+    """Return micro-batches as something that can be compared and sorted."""
+    return [
+        tuple(batch[name].numpy().tobytes() for name in ("input_ids", "labels"))
+        for batch in micro_batches
+    ]
+
+
+def order_of(made: common.Batches, epochs: int) -> list[np.ndarray]:
+    """Return the micro-batches of the first epochs, in the order of the stream."""
+    return sum((made.plan(epoch) for epoch in range(epochs)), [])
 
 
 @pytest.mark.parametrize("batching", ["bucketed", "packed"])
-def test_global_batches_do_not_depend_on_the_shares(batches, batching):
-    """1, 2 and 4 shares together hold the same micro-batches, equally many each, and one count."""
+def test_global_batches_do_not_depend_on_the_number_of_ranks(batches, batching):
+    """1, 2 and 4 ranks together have the same micro-batches, equally many each, and one count."""
 
-    def step(made, shares: int) -> list:
-        parts = [made.global_batch(3, 8, share, shares) for share in range(shares)]
-        assert {len(part.micro_batches) for part in parts} == {8 // shares}
+    def step(made, dp_size: int) -> list:
+        chosen = order_of(made, 1)[24:32]
+        parts = [made.global_batch(chosen, rank, dp_size) for rank in range(dp_size)]
+        assert {len(part.micro_batches) for part in parts} == {8 // dp_size}
         [numbers] = {
-            (p.num_labels, p.num_tokens, p.squared_lengths, p.padding_fraction) for p in parts
+            (p.num_targets, p.num_tokens, p.squared_lengths, p.padding_fraction) for p in parts
         }
         micro_batches = [batch for part in parts for batch in part.micro_batches]
         labels = [batch["labels"] for batch in micro_batches]
@@ -565,25 +630,23 @@ def test_global_batches_do_not_depend_on_the_shares(batches, batching):
 
 
 @pytest.mark.parametrize("batching", ["bucketed", "packed"])
-def test_the_step_is_the_position_and_each_epoch_has_every_row_once(batches, batching):
-    """Whatever was read before: a stream may begin anywhere, also after other epochs."""
-    made, fresh = batches(batching), batches(batching)
-    sizes = [len(made.plan(epoch)) for epoch in range(4)]
-    order = [made.micro_batch(k).tolist() for k in range(sum(sizes))]
-    for epoch, end in enumerate(np.cumsum(sizes)):
-        rows = sum(order[end - sizes[epoch] : end], [])
-        assert sorted(rows) == [*range(len(made.lengths))]
-    for number in (sum(sizes) - 1, 0, sizes[0], sizes[0] - 1):
-        assert fresh.micro_batch(number).tolist() == order[number]
-    step = sizes[0] // 8  # its micro-batches are of two epochs
-    got = contents(fresh.global_batch(step, 8, 0, 1).micro_batches)
-    assert got == contents(made.collate(np.array(r)) for r in order[step * 8 : step * 8 + 8])
+def test_the_step_is_the_position_in_the_data(batches, batching):
+    """A stream may begin at any step, and its steps may span two epochs."""
+    made = batches(batching)
+    epoch = len(made.plan(0))
+    order = order_of(made, 3)
+    assert sorted(np.concatenate(order[:epoch])) == [*range(len(made.sequences.lengths))]
+    for step in (0, epoch // 8, epoch // 8 + 1, 2 * epoch // 8):
+        [batch] = made.stream(step, step + 1, 8, 0, 1)
+        expected = contents(map(made.collate, order[8 * step : 8 * step + 8]))
+        assert contents(batch.micro_batches) == expected
 
 
-def test_stream_hands_out_the_steps_in_order_and_passes_errors_on(batches, monkeypatch):
-    """Also a stream that is left early ends its thread."""
+def test_stream_yields_the_steps_in_order_and_raises_errors(batches, monkeypatch):
+    """A stream that is closed early ends its thread."""
     made = batches()
-    expected = [contents(made.global_batch(s, 8, 1, 2).micro_batches) for s in range(2, 6)]
+    order = order_of(made, 1)
+    expected = [contents(map(made.collate, order[8 * s + 1 : 8 * s + 8 : 2])) for s in range(2, 6)]
     stream = [*made.stream(2, 6, 8, 1, 2)]
     assert [contents(batch.micro_batches) for batch in stream] == expected
     before = threading.active_count()
@@ -601,43 +664,40 @@ def test_stream_hands_out_the_steps_in_order_and_passes_errors_on(batches, monke
 
 
 @pytest.mark.parametrize("batching", ["bucketed", "packed"])
-def test_evaluation_is_the_same_whatever_the_shares_and_gives_each_as_many(batches, batching):
-    """Of an epoch at most; the bits are those of all its labels over the bytes of their texts."""
+def test_evaluation_does_not_depend_on_the_number_of_ranks(batches, batching):
+    """Each rank gets equally many micro-batches, and no sequence comes twice."""
     made = batches(batching)
     epoch = len(made.plan(0))
 
-    def seen(number: int, shares: int) -> tuple[list, set[int]]:
-        parts = [[*made.evaluation(number, share, shares)] for share in range(shares)]
+    def seen(number: int, dp_size: int) -> tuple[list, set[int]]:
+        parts = [[*made.evaluation(number, rank, dp_size)] for rank in range(dp_size)]
         with_labels = [b for part in parts for b in part if (b["labels"] >= 0).any()]
         return sorted(contents(with_labels)), {len(part) for part in parts}
 
     for number, most in ((5, 5), (10**6, epoch)):
         one, two, four = seen(number, 1), seen(number, 2), seen(number, 4)
         assert one[0] == two[0] == four[0] and len(one[0]) == most
-        assert [one[1], two[1], four[1]] == [{-(-most // shares)} for shares in (1, 2, 4)]
-    rows = made.rows
-    every = range(len(rows.lengths))
-    num_bytes = sum(len(rows.read(i)[0]) - (rows.read(i)[0][-1] == 256) for i in every)
-    read = made.evaluation_rows(10**6)
-    assert sorted(read) == [*every]
-    expected = rows.num_labels.sum() / num_bytes
-    assert rows.labels_per_byte(read) == pytest.approx(expected, rel=0.01)
-    assert rows.prompt().tolist() == rows.read(0)[0][:64].tolist()
+        assert [one[1], two[1], four[1]] == [{-(-most // size)} for size in (1, 2, 4)]
+    sequences = made.sequences
+    every = [sequences.read(i)[0] for i in range(len(sequences.lengths))]
+    num_bytes = sum(len(tokens) - (tokens[-1] == 256) for tokens in every)
+    expected = sequences.num_targets.sum() / num_bytes
+    assert made.tokens_per_byte(10**6) == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize("batching", ["bucketed", "packed"])
-def test_compiled_blocks_see_few_shapes_a_width(batches, batching):
-    """With --pad_to_multiple_of, over several epochs; no label is lost by it."""
+def test_compiled_blocks_see_few_shapes(batches, batching):
+    """With --pad_to_multiple_of, over several epochs. No target token is lost by it."""
     made = batches(batching, budget=2048, multiple=64)
-    shapes, labels, number = {}, 0, sum(len(made.plan(epoch)) for epoch in range(4))
-    for k in range(number):
-        batch = made.collate(made.micro_batch(k))
+    shapes, targets = {}, 0
+    for indices in order_of(made, 4):
+        batch = made.collate(indices)
         shape = tuple(t.shape for t in batch.values() if torch.is_tensor(t))
         width = batch["input_ids"].shape[1]
         assert width % 64 == 0 and batch["input_ids"].numel() <= 2048
         shapes.setdefault(width, set()).add(shape)
-        labels += int((batch["labels"] >= 0).sum())
-    assert labels == 4 * made.num_labels.sum()
+        targets += int((batch["labels"] >= 0).sum())
+    assert targets == 4 * made.sequences.num_targets.sum()
     # Packed, the number of boundaries is a power of two: at most 11 of them up to 2,048.
     assert max(map(len, shapes.values())) <= (4 if batching == "packed" else 1)
     assert len(shapes) <= (1 if batching == "packed" else 512 // 64)
@@ -648,11 +708,13 @@ def test_compiled_blocks_see_few_shapes_a_width(batches, batching):
 
 @pytest.fixture(scope="module")
 def models(weights_directory):
-    """The same weights with transformers' own attention, and with ours."""
-    AttentionInterface.register("documents", fsdp2_sft.document_attention)
-    kinds = ("eager", "documents")
+    """Return the same weights with transformers' plain attention, with SDPA, and with ours."""
+    AttentionInterface.register("documents", fsdp2_pretrain.document_attention)
     load = Qwen2ForCausalLM.from_pretrained
-    return [load(weights_directory, dtype=torch.float32, attn_implementation=k) for k in kinds]
+    return {
+        kind: load(weights_directory, dtype=torch.float32, attn_implementation=kind)
+        for kind in ("eager", "sdpa", "documents")
+    }
 
 
 @pytest.mark.parametrize(
@@ -663,64 +725,58 @@ def test_logits_of_a_document_equal_those_of_the_document_alone(
     batches, models, batching, multiple
 ):
     """Packed: no leak between documents. Bucketed: right padding needs no mask."""
-    alone, ours = models
+    packed = batching == "packed"
+    model = models["documents" if packed else "sdpa"]
     made = batches(batching, budget=2048, multiple=multiple)
     checked = 0
-    for number in range(4):
-        rows = made.micro_batch(number)
-        batch = made.collate(rows)
+    for indices in made.plan(0)[:4]:
+        batch = made.collate(indices)
         labels, column = batch.pop("labels"), 0
-        if made.packed:
-            limits = batch["cu_seq_lens_q"]
-            assert 0 <= limits.diff().min() and limits.diff().max() <= batch["max_length_q"]
-            assert (limits[0], limits[-1]) == (0, 2048)
-        logits = ours(**batch, use_cache=False).logits
-        for row, document in enumerate(rows):
-            ids = torch.from_numpy(made.rows.read(document)[0].astype(np.int64))
+        if packed:
+            boundaries = batch["cu_seq_lens_q"]
+            lengths = boundaries.diff()
+            assert 0 <= lengths.min() and lengths.max() <= batch["max_length_q"]
+            assert (boundaries[0], boundaries[-1]) == (0, 2048)
+        logits = model(**batch, use_cache=False).logits
+        for row, index in enumerate(indices):
+            ids = torch.from_numpy(made.sequences.read(index)[0].astype(np.int64))
             length = len(ids) - 1
-            place = (0, slice(column, column + length)) if made.packed else (row, slice(0, length))
+            place = (0, slice(column, column + length)) if packed else (row, slice(0, length))
             column += length
             assert torch.equal(labels[place], ids[1:])
-            expected = alone(input_ids=ids[None, :-1]).logits[0]
+            expected = models["eager"](input_ids=ids[None, :-1]).logits[0]
             torch.testing.assert_close(logits[place], expected, rtol=1e-4, atol=1e-5)
             checked += 1
-        assert (labels >= 0).sum() == made.rows.lengths[rows].sum()
+        assert (labels >= 0).sum() == made.sequences.lengths[indices].sum()
     assert checked > 10
 
 
 @pytest.mark.parametrize(
-    "asked, words",
+    "asked",
     [
-        ({"attention_mask": torch.ones(1, 1, 8, 8)}, "an attention mask"),
-        ({"s_aux": torch.zeros(4)}, "attention sinks"),
-        ({"softcap": 30.0}, "a softcap"),
-        ({"is_causal": False}, "bidirectional"),
-        ({"sliding_window": 7}, "a sliding window"),
-        ({"sliding_window": 3, "cu_seq_lens_q": [0, 4, 8], "max_length_q": 4}, "a sliding window"),
-        ({"rows": 2, "cu_seq_lens_q": [0, 4, 8], "max_length_q": 4}, "one row"),
-        ({"dropout": 0.1, "cu_seq_lens_q": [0, 4, 8], "max_length_q": 4}, "no dropout"),
+        {"attention_mask": torch.ones(1, 1, 8, 8)},
+        {"s_aux": torch.zeros(4)},
+        {"sliding_window": 3},
     ],
+    ids=lambda asked: [*asked][0],
 )
-def test_attention_refuses_what_it_does_not_apply(asked, words):
-    """And takes a window that no row is longer than."""
-    asked = {"attention_mask": None, **asked}
-    if "cu_seq_lens_q" in asked:
-        asked["cu_seq_lens_q"] = torch.tensor(asked["cu_seq_lens_q"], dtype=torch.int32)
-    query, key, value = torch.randn(3, asked.pop("rows", 1), 4, 8, 16)
-    module = torch.nn.Identity()
-    with pytest.raises(ValueError, match=words):
-        fsdp2_sft.document_attention(module, query, key, value, **asked)
-    fsdp2_sft.document_attention(module, query, key, value, None, sliding_window=8, softcap=None)
+def test_packed_attention_refuses_what_it_does_not_apply(asked):
+    """And accepts a window that no document is longer than."""
+    query, key, value = torch.randn(3, 1, 4, 8, 16)
+    boundaries = torch.tensor([0, 4, 8], dtype=torch.int32)
+    known = {"attention_mask": None, "cu_seq_lens_q": boundaries, "max_length_q": 4}
+    with pytest.raises(ValueError, match="packed attention has no mask, no sinks and no sliding"):
+        fsdp2_pretrain.document_attention(None, query, key, value, **known | asked)
+    fsdp2_pretrain.document_attention(None, query, key, value, **known, sliding_window=4)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="variable-length kernels need CUDA")
-def test_variable_length_kernels_equal_attention_document_by_document():
+def test_variable_length_kernels_equal_attention_one_by_one():
     torch.manual_seed(0)
     shape = {"q": (1, 8, 512, 64), "k": (1, 2, 512, 64), "v": (1, 2, 512, 64)}
     q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shape.values())
     limits = torch.tensor([0, 5, 200, 201, 512, 512, 512], dtype=torch.int32, device="cuda")
-    got, _ = fsdp2_sft.document_attention(None, q, k, v, None, limits, 512, scaling=0.125)
-    k, v = (x.repeat_interleave(4, dim=1) for x in (k, v))
-    expected = fsdp2_sft.attention_document_by_document(q, k, v, limits, 0.125)
+    got, _ = fsdp2_pretrain.document_attention(None, q, k, v, None, 0.125, limits, 512)
+    expected = fsdp2_pretrain.attend_one_by_one(q, k, v, limits, 0.125)
     torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)

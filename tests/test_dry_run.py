@@ -1,4 +1,4 @@
-"""bench/dry_run.py against real ranks, torch's own tracker and the closed forms."""
+"""bench/dry_run.py against real ranks, PyTorch's own memory tracker and the closed forms."""
 
 import functools
 import importlib
@@ -41,6 +41,8 @@ OWN = {
         "every": {"reduce_every_micro_batch": True, "accumulate": 2},
         "hybrid": {"dp_replicate": 2},
         "hybrid_every": {"dp_replicate": 2, "reduce_every_micro_batch": True, "accumulate": 2},
+        "untied": {"model": "UNTIED", "accumulate": 2},
+        "untied_keep": {"model": "UNTIED", "reshard_after_forward": False, "accumulate": 2},
     },
     "fsdp2_tp_pretrain": {"packed": {"batching": "packed"}},
     "fsdp2_cp_pretrain": {
@@ -56,10 +58,11 @@ OWN = {
 
 
 def flags_of(mode: dict, ranks: int, **more) -> dict:
-    """Rows of 128 tokens, 4 a micro-batch."""
+    """Sequences of 128 tokens, 4 per micro-batch."""
     mode = {"precision": "fp32", **more, **mode}
-    if mode.get("model") == "FOUR":  # a model of as many blocks
-        mode["model"] = f"{more['model']}/four"
+    if mode.get("model") in ("FOUR", "UNTIED"):  # in a folder of the shape
+        mode["model"] = f"{more['shape']}/{mode['model']}"
+    mode.pop("shape", None)
     tokens = 512 * ranks * mode.pop("accumulate", 1)
     return {"max_length": 128, "micro_batch_tokens": 512, "global_batch_tokens": tokens, **mode}
 
@@ -76,32 +79,47 @@ def cases(ranks: int, shape: str) -> dict[str, tuple[str, dict]]:
         return few or ranks == 2 and name != "fsdp2_sft"
 
     return {
-        f"{ranks} {name} {mode}": (name, flags_of(flags, ranks, model=model_of(name, shape)))
+        f"{ranks} {name} {mode}": (
+            name,
+            flags_of(flags, ranks, model=model_of(name, shape), shape=shape),
+        )
         for name, own in OWN.items()
         for mode, flags in (MODES | own).items()
         if chosen(name, mode)
     }
 
 
+def is_long(case: str) -> bool:
+    """Return whether a case is for the drills: 4 ranks, or a mode of a chapter with groups."""
+    _, name, mode = case.removesuffix(" last").split()
+    return case.startswith("4") or name[6:8] in ("tp", "cp", "pp", "ep") and mode != "plain"
+
+
 @pytest.fixture(scope="module")
 def two_blocks(tmp_path_factory) -> str:
     directory = tmp_path_factory.mktemp("shape")
     small_shape(num_hidden_layers=2).save_pretrained(directory)
-    small_shape(num_hidden_layers=4).save_pretrained(directory / "four")
+    small_shape(num_hidden_layers=4).save_pretrained(directory / "FOUR")
+    small_shape(num_hidden_layers=4, tie_word_embeddings=False).save_pretrained(
+        directory / "UNTIED"
+    )
     return str(directory)
 
 
 @pytest.fixture(scope="module")
 def real(two_blocks, tmp_path_factory):
-    """What rank 0 of so many real ranks kept and issued, case by case."""
+    """Return what rank 0 of so many real ranks kept and issued, case by case."""
 
     @functools.cache
-    def seen(ranks: int) -> dict:
+    def launched(ranks: int, long: bool) -> dict:
         out = tmp_path_factory.mktemp("real") / "seen.json"
-        given = json.dumps(cases(ranks, two_blocks))
-        done = torchrun(ranks, str(ROOT / "tests/dry_run_worker.py"), str(out), given)
+        chosen = {k: case for k, case in cases(ranks, two_blocks).items() if is_long(k) == long}
+        done = torchrun(ranks, str(ROOT / "tests/dry_run_worker.py"), str(out), json.dumps(chosen))
         assert done.returncode == 0, done.stderr
         return json.loads(out.read_text())
+
+    def seen(case: str) -> dict:
+        return launched(int(case[0]), is_long(case))[case]
 
     return seen
 
@@ -113,18 +131,18 @@ def predict(name: str, flags: dict, ranks: int, rank: int = 0) -> dry_run.Report
 
 
 @pytest.mark.drill
-def test_buckets_of_ddp_are_as_many_and_as_large_in_all(real, two_blocks):
+def test_ddp_has_as_many_buckets_as_predicted_and_as_large_in_all(real, two_blocks):
     flags = cases(2, two_blocks)["2 ddp_pretrain buckets"][1]
     calls = predict("ddp_pretrain", flags, 2).calls
-    issued = real(2)["2 ddp_pretrain buckets"]["calls"]
+    issued = real("2 ddp_pretrain buckets")["calls"]
     assert len(calls) == len(issued) == 4  # two buckets, the loss, model buffers
     assert sum(call.bytes for call in calls) == sum(size for *_, size in issued)
 
 
 def test_gradients_of_ddp_stay_in_its_buckets(real):
-    """From the second step on they are views of the buckets, at the same place in each step."""
+    """From the second step on they are views of the buckets, at the same address in each step."""
     for mode in ("plain", "accumulate", "buckets"):
-        seen = real(2)[f"2 ddp_pretrain {mode}"]
+        seen = real(f"2 ddp_pretrain {mode}")
         assert seen["stay"] and seen["storages"] == (2 if mode == "buckets" else 1)
 
 
@@ -137,14 +155,9 @@ def test_accumulation_costs_ddp_no_memory(two_blocks):
 
 
 BUCKETS = pytest.mark.xfail(
-    strict=True, reason="buckets follow the parameters reversed, not the gradients' true order"
+    strict=True,
+    reason="predicted buckets follow the reversed parameters, not the gradients' true order",
 )
-
-
-def is_long(case: str) -> bool:
-    """Pipelines have two kinds of ranks to predict, and small mixtures of experts are not small."""
-    _, name, mode = case.split()
-    return case.startswith("4") or name[6:8] in ("pp", "ep") and mode != "plain"
 
 
 CASES = [
@@ -161,19 +174,19 @@ CASES = [
 def test_prediction_equals_real_ranks(real, two_blocks, case):
     ranks, name, mode = case.split()
     flags = cases(int(ranks), two_blocks)[case][1]
-    check_prediction(predict(name, flags, int(ranks)), real(int(ranks))[case])
-    if "pp" in name:  # the last stage, which has the head, is another one than the first
+    check_prediction(predict(name, flags, int(ranks)), real(case))
+    if "pp" in name:  # the last stage has the head
         last = predict(name, flags, int(ranks), rank=int(ranks) - 1)
-        check_prediction(last, real(int(ranks))[f"{case} last"])
+        check_prediction(last, real(f"{case} last"))
 
 
 def check_prediction(report: dry_run.Report, seen: dict) -> None:
     calls = [[call.kind, call.group, call.ranks, call.bytes] for call in report.calls]
     assert sorted(calls) == sorted(seen["calls"])
-    assert 2 * len(calls) == seen["gloo"]  # in two steps, as torch's profiler counts them
+    assert 2 * len(calls) == seen["gloo"]  # in two steps, as PyTorch's profiler counts them
     assert [report.parameters, report.gradients, report.optimizer] == seen["kept"]
-    # A real all-to-all holds what it sends until it is waited for, a fake one ends at once: that is
-    # 3 % of a small mixture of experts that is computed again.
+    # A real all-to-all holds what it sends until it is waited for. A fake one ends at once, which
+    # is 3 % of a small MoE model that is recomputed.
     tolerance = 0.05 if report.experts else 0.02
     assert abs(sum(report.peak.values()) / seen["peak"] - 1) < tolerance
 
@@ -191,17 +204,17 @@ FORMS = [
 
 @pytest.mark.parametrize("name, mode, ranks", FORMS)
 def test_closed_forms(two_blocks, name, mode, ranks):
-    """What a rank sends, but for the loss, the norm and model buffers: a few hundred bytes."""
+    """What a rank sends, except for loss, norm and model buffers: a few hundred bytes."""
     script = importlib.import_module(name)
     model = model_of(name, two_blocks if "pp" in name else "tiny")
-    flags = flags_of((MODES | OWN[name])[mode], ranks, model=model)
+    flags = flags_of((MODES | OWN[name])[mode], ranks, model=model, shape=two_blocks)
     report = predict(name, flags, ranks)
     config = script.Config(**flags)
     expected, _, parts = dry_run.closed_form_of(report, script, config)
     assert abs(report.sent - expected - sum(parts.values())) < 2000
     more = {why: share / expected for why, share in parts.items()}
     assert all(-0.1 < share < 0.05 for why, share in more.items() if "root" in why)
-    small = ranks < 1024  # fewer ranks than rows
+    small = ranks < 1024  # fewer ranks than rows of a matrix
     assert all(share < 0.05 for why, share in more.items() if "equal size" in why and small)
 
 
@@ -213,7 +226,7 @@ def test_collectives_of_a_run_are_those_of_the_dry_run(corpus, two_blocks):
     assert done.stdout == f"{collectives.table(report.calls)}\n"
 
 
-def test_dry_run_says_whether_it_fits_and_what_to_turn_on(two_blocks, capsys, monkeypatch):
+def test_dry_run_says_whether_it_fits_and_what_to_change(two_blocks, capsys, monkeypatch):
     words = ["ddp_pretrain.py", "--ranks", "8", "--model", two_blocks, "--vocabulary", "320"]
     words += ["--memory_gib", "0.003", "--link_gbps", "100", "--tflops", "1"]
     monkeypatch.setattr(sys, "argv", ["dry_run.py", *words, "--max_length", "128"])
@@ -250,7 +263,7 @@ def no_rank_is_left():
         ),
         (
             "ddp_pretrain.py --ranks 3 --global_batch_tokens 8192",
-            "error: --global_batch_tokens 8192 is no multiple of 3072",
+            "error: --global_batch_tokens 8192 is not a multiple of 3072",
         ),
         ("ddp_pretrain.py --ranks 8 --cpu_offload", "error: unknown flag or word --cpu_offload"),
     ],
@@ -266,14 +279,15 @@ def test_bad_input_of_the_dry_run_ends_it(words, expected, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", [{}, {"activation_checkpointing": "full"}])
-def test_peak_is_that_of_torch_own_tracker(two_blocks, mode):
-    """Which works for FSDP2 alone, and from the second step on."""
+def test_peak_is_that_of_pytorchs_own_tracker(two_blocks, mode):
+    """It works for FSDP2 only, and from the second step on."""
     config = fsdp2_pretrain.Config(**flags_of(mode, 8, model=two_blocks))
     watch, fake = dry_run.Watch(), FakeTensorMode(allow_non_fake_inputs=True)
     dry_run.be_rank(0, 8, 8)
     with dry_run.fake_ranks(), dry_run.adapted(fsdp2_pretrain), fake, watch:
-        model_config = fsdp2_pretrain.build_model_config(config, 320, eos_token_id=None)
-        model, optimizer = shared.build(fsdp2_pretrain, config, model_config, dry_run.CPU)
+        model_config = dry_run.model_config_of(fsdp2_pretrain, config, 320)
+        model = fsdp2_pretrain.build_model(config, model_config)
+        model, optimizer = shared.build(fsdp2_pretrain, config, model, dry_run.CPU)
         batch = dry_run.batch_of(fsdp2_pretrain, config)
         step = [model, optimizer, batch, 0.0, config, dry_run.CPU]
         fsdp2_pretrain.train_step(*step)
@@ -286,7 +300,7 @@ def test_peak_is_that_of_torch_own_tracker(two_blocks, mode):
 
 
 def test_peak_with_offloading_is_that_of_the_device():
-    """Not what is on the device when, with all that is in CPU memory, most is held."""
+    """Memory that is offloaded does not count, neither in the peak nor in when it occurs."""
     watch = dry_run.Watch()
     watch.elsewhere = dry_run.elsewhere(fsdp2_pretrain.Config(cpu_offload=True))
     activations = torch.UntypedStorage(100)

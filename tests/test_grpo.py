@@ -1,15 +1,17 @@
-"""Reinforcement: the loss against the papers, sampling against the model, and the whole script."""
+"""GRPO: the loss against the papers, sampling against the model, and the whole script."""
 
 import collections
 import copy
 import json
 import math
+import os
 import re
 import shutil
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +20,11 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, arguments, launch, small_mixture, small_shape, torchrun, tree
-from test_sft import save_base
-from test_types import plain_model
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BartConfig,
+    GPT2Config,
     MiniMaxM2ForCausalLM,
     MistralConfig,
     Qwen2ForCausalLM,
@@ -31,6 +33,7 @@ from transformers.cache_utils import DynamicCache
 
 import common
 import fsdp2_grpo as script
+import fsdp2_sft
 
 CPU = torch.device("cpu")
 
@@ -40,13 +43,14 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return script.chat_tokenizer("bytes")[0]
+    """Return the tokenizer of fine-tuned models."""
+    return fsdp2_sft.chat_tokenizer("bytes")[0]
 
 
 def save_start(folder: Path, config, tokenizer) -> str:
-    """Random weights that end an answer about every tenth token, and a chat tokenizer.
+    """Save random weights that end an answer after about ten tokens, and a chat tokenizer.
 
-    A constant in each hidden state, which the head has for the end of a turn alone.
+    Each hidden state has a constant, to which the head responds only for the end of a turn.
     """
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -73,6 +77,15 @@ def experts(tokenizer, tmp_path_factory) -> str:
     return save_start(tmp_path_factory.mktemp("experts"), config, tokenizer)
 
 
+def save_template(folder: Path, template: str | dict) -> str:
+    """Save the `bytes` tokenizer with two more special tokens and a chat template."""
+    tokenizer = common.to_transformers(common.tiktoken_encoding("bytes"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|header|>", "<|eot|>"]})
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
 def write(path: Path, rows: list[dict]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -80,7 +93,7 @@ def write(path: Path, rows: list[dict]) -> Path:
 
 @pytest.fixture(scope="module")
 def questions(texts, tmp_path_factory) -> Path:
-    """150 prompts of 1 to 60 bytes, with answers; three of them are held out."""
+    """Write 150 prompts of 1 to 60 bytes, with answers; three of them are held out."""
     rows = [
         {"prompt": f"{number}" + texts[number][: number % 40 * 3 // 2], "completion": f"{number}!"}
         for number in range(150)
@@ -90,7 +103,7 @@ def questions(texts, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def flags(start, questions) -> dict:
-    """Micro-batches of a few answers each."""
+    """Return flags that give micro-batches of a few answers each."""
     made = {"dataset": str(questions), "init_from": start, "model": start, "tokenizer": start}
     made |= {"max_length": 128, "answer_length": 16, "micro_batch_tokens": 160}
     made |= {"prompts": 4, "answers": 4, "eval_prompts": 3, "eval_answers": 2}
@@ -101,17 +114,17 @@ def flags(start, questions) -> dict:
 
 
 def log_probs_of(model, prompt: list[int], tokens: list[int]) -> torch.Tensor:
-    """Of an answer's tokens, by transformers' own forward of this row alone."""
+    """Compute them for an answer's tokens with transformers' own forward, unbatched."""
     ids = torch.tensor([[*prompt, *tokens]])
     logits = model(input_ids=ids[:, :-1], use_cache=False).logits[0, len(prompt) - 1 :]
     return logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
 
 
 def oracle(start: str, weights: dict, old: dict, answers: list, own: dict) -> dict:
-    """Loss and gradients of a step as the papers have them, in fp64, one row at a time.
+    """Compute loss and gradients of a step as in the papers, in fp64, one answer at a time.
 
     Args:
-        weights, old: of the model now, and when it sampled.
+        weights, old: of the current model, and of the one that sampled.
         answers: groups of (prompt, tokens, log-probs, reward).
         own: clip_low, clip_high; reference_weight, where weights of `start` are the reference.
     """
@@ -159,7 +172,7 @@ BOUNDS = {"clip_low": 0.2, "clip_high": 0.28}
 
 
 def check_step(start: str, seen: dict, number: int, first: int, step: int, own: dict) -> dict:
-    """The optimizer step `number` of a mode, on the answers of `step`; the first one is `first`."""
+    """Check optimizer step `number` of a mode, on the answers of `step`; `first` is its first."""
     got = seen["steps"][number]
     old = seen["steps"][first]["weights"]
     expected = oracle(start, got["weights"], old, seen["answers"][step], BOUNDS | own)
@@ -174,7 +187,7 @@ def check_step(start: str, seen: dict, number: int, first: int, step: int, own: 
     return expected
 
 
-# mode -> flags; all of two ranks.
+# Mode -> flags, on two ranks.
 MODES = {
     "plain": {},
     "packed": {"batching": "packed"},
@@ -194,7 +207,7 @@ MODES = {
     "uneven": {"answer_length": 64, "uneven": True},
     "experts": {},
 }  # fmt: skip
-ALONE = ["plain", "inner", "packed inner"]  # of one rank too
+ALONE = ["plain", "inner", "packed inner"]  # on one rank too
 
 
 def watch(ranks: int, modes: dict, folder: Path) -> dict:
@@ -222,12 +235,12 @@ def alone(flags, tmp_path_factory) -> dict:
     [*((1, mode) for mode in ALONE), *((2, mode) for mode in [*ALONE, "packed"])],
 )
 def test_loss_and_gradients_are_those_of_the_papers(request, start, ranks, mode):
-    """Of the first and of a second inner step; over several micro-batches of unlike lengths."""
+    """In the first and a second inner step, over several micro-batches of different lengths."""
     every = request.getfixturevalue("seen" if ranks == 2 else "alone")
     seen = every[mode]
     assert seen["steps"][0]["micro_batches"] >= 3
     lengths = {len(tokens) for group in seen["answers"][1] for _, tokens, *_ in group}
-    assert len(lengths) > 4  # answers[0] are of the validation
+    assert len(lengths) > 4  # answers[0] are those of the validation
     first = check_step(start, seen, 0, 0, 1, {})
     assert (first["low"], first["high"]) == (0, 0)
     if "inner" in mode:
@@ -238,10 +251,11 @@ def test_loss_and_gradients_are_those_of_the_papers(request, start, ranks, mode)
         check_step(start, seen, 1, 1, 2, {})
 
 
-def test_the_reference_model(seen, start, flags, tmp_path):
-    """Its divergence is 0 at first; loss and gradients with it; it is the same after a resume."""
+def test_the_reference_model(seen, start):
+    """Its divergence is 0 at first, and is part of loss and gradients; it stays in shards."""
     got, own = seen["reference"], {"reference_weight": 0.5}
-    assert got["reference"]["in shards"] == [True] * 3 and got["reference"]["whole"] == 0
+    assert got["reference"]["in shards"] == [True] * 4
+    assert got["reference"]["unsharded bytes"] == 0
     assert got["steps"][0]["measured"]["reference_kl"] == 0
     for number, first, step in ((0, 0, 1), (1, 0, 1), (2, 2, 2), (3, 2, 2)):
         expected = check_step(start, got, number, first, step, own)
@@ -256,9 +270,9 @@ def test_the_reference_model(seen, start, flags, tmp_path):
 @pytest.mark.parametrize("weight", [0.0, 0.3])
 @pytest.mark.parametrize("kind", ["dapo", "bnpo"])  # both are means over tokens
 def test_the_loss_is_that_of_trl(kind, weight):
-    """On the same log-probabilities and advantages: loss, gradient, divergence, what is clipped.
+    """On the same log-probabilities and advantages: loss, gradient, divergence, clip fraction.
 
-    TRL is in no requirements. In an environment of its own beside this one:
+    TRL is not in the requirements. To run this in another environment:
 
         python -m venv apart && apart/bin/pip install -r requirements.txt
         apart/bin/pip install --no-deps trl==1.16.0 accelerate==1.15.0
@@ -339,27 +353,29 @@ def test_the_gap_between_sampling_and_training_is_of_roundings(seen):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_nothing_is_sent_while_ranks_sample(seen, mode):
-    """Each block and the root are gathered once, before; no shard is left whole after it."""
+def test_nothing_is_communicated_while_ranks_sample(seen, mode):
+    """Each FSDP unit is all-gathered once before, and all are in shards again after it."""
     of_ranks = seen[mode]["sampling"]
     assert len(of_ranks) == 2 and all(len(sampled) == 3 for sampled in of_ranks)
-    groups = 3  # two blocks, and the rest
+    units = 4  # the root, the embedding, two blocks
     for sampled in [each for of_rank in of_ranks for each in of_rank]:
         assert sampled["kinds"] == ([] if mode == "replicas" else ["all-gather"])
         gathers, inside, after = sampled["collectives"]
-        assert gathers == (0 if mode == "replicas" else groups)  # a replica is whole as it is
+        assert gathers == (0 if mode == "replicas" else units)  # a replica has all parameters
         assert (inside, after) == (0, 0)
-        assert sampled["after"] == sampled["before"]
-        assert sampled["after"]["in shards"] == [True] * groups
-        assert sampled["after"]["whole"] == 0
-        root, *blocks = sampled["after"]["reshard"]
-        assert root is False and blocks == [mode != "kept"] * 2
-        assert sampled["training"] is False and sampled["attention"] == "documents"
-        assert sampled["cudnn"] == [False, True]
+        for name in ("in shards", "local", "unsharded bytes"):
+            assert sampled["after"][name] == sampled["before"][name]
+        assert sampled["after"]["in shards"] == [True] * units
+        assert sampled["after"]["unsharded bytes"] == 0
+        root, *others = sampled["after"]["reshard"]
+        assert root is False and others == [mode != "kept"] * 3
+        packed = "batching" in MODES[mode]
+        assert sampled["attention"] == ("documents" if packed else "sdpa")
+        assert sampled["training"] is False
 
 
 def test_a_rank_with_long_answers_does_not_hang_the_other(seen):
-    """The first rank ends after one token each, the second after 64."""
+    """The first rank's answers end after one token, the second's after 64."""
     of_step = seen["uneven"]["answers"][1]
     lengths = [[len(tokens) for _, tokens, *_ in group] for group in of_step]
     assert lengths == [[1] * 4, [64] * 4] * 2
@@ -391,7 +407,6 @@ def test_bf16_and_experts_give_finite_numbers(seen):
     for mode in ("bf16", "bf16 inner", "experts"):
         for measured in seen[mode]["measured"]:
             assert all(math.isfinite(value) for value in measured.values())
-    assert seen["experts"]["measured"][0]["expert_load"] > 1
     first, exact = seen["bf16"]["measured"][0], seen["plain"]["measured"][0]
     assert abs(first["entropy"] - exact["entropy"]) < 0.5
 
@@ -415,20 +430,16 @@ def test_prompts_and_random_numbers_do_not_depend_on_the_ranks(seen, alone):
 
 
 def sampler(model):
-    """A model of transformers with the script's forward, as ranks have it while they sample."""
+    """Return a model of transformers with the script's forward, as ranks sample with it."""
     sampling = copy.deepcopy(model)
     sampling.forward = partial(script.forward_with_log_probs, sampling, script.chunk_log_probs)
-    sampling.set_attn_implementation("sdpa")
-    script.find_experts(sampling)
+    sampling.set_attn_implementation("sdpa" if sampling._supports_sdpa else "eager")
     return sampling.eval()
 
 
 @torch.no_grad()
 def one_alone(model, prompt: np.ndarray, draws: np.ndarray, end: int) -> tuple[list, list]:
-    """An answer as the inverse of the distribution function gives it, each token by all of the row.
-
-    Without cache and padding.
-    """
+    """Sample an answer by inverting the distribution function, without cache, batch and padding."""
     ids, log_probs = prompt.tolist(), []
     for draw in draws.tolist():
         logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
@@ -450,7 +461,7 @@ def sample(model, prompts: list, draws: np.ndarray, end: int) -> list:
 
 
 def check_sampling(model, vocabulary: int = 256, end: int = 7) -> list:
-    """Prompts of unlike lengths, groups, early ends: as each answer alone. Returns the answers."""
+    """Check answers to prompts of different lengths against each answer alone; returns them."""
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, vocabulary, n).astype(np.uint32) for n in (3, 19, 8, 1)]
     draws = rng.random((12, 20))
@@ -460,7 +471,7 @@ def check_sampling(model, vocabulary: int = 256, end: int = 7) -> list:
         expected, of_expected = one_alone(model, prompts[number // 3], draws[number], end)
         assert tokens.tolist() == expected, number
         assert tokens.dtype == np.uint32 and log_probs.dtype == np.float32
-        assert log_probs.tolist() == pytest.approx(of_expected, abs=1e-5)
+        assert log_probs.tolist() == pytest.approx(of_expected, abs=2e-5)
     for number in (1, 5):  # whatever is sampled beside it
         [(tokens, log_probs)] = sample(model, [prompts[number // 3]], draws[[number]], end)
         assert tokens.tolist() == made[number][0].tolist()
@@ -489,25 +500,29 @@ def test_experts_and_windows_sample_as_they_compute():
     config = MistralConfig(**sizes, sliding_window=6, initializer_range=0.3)
     model = AutoModelForCausalLM.from_config(config).eval()
     made = check_sampling(model)
-    model.config.sliding_window = 64  # there and not there is not the same
+    model.config.sliding_window = 64  # the window makes a difference
     assert any(a[0].tolist() != b[0].tolist() for a, b in zip(made, check_sampling(model)))
 
 
 def test_positions_are_counted_without_padding():
-    """Where they are learned; rotations do not tell, for they go by differences."""
-    check_sampling(plain_model("gpt2").eval())
+    """For a model that learned positions. Rotary ones depend on differences only."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=32, n_layer=2, n_head=4, vocab_size=320, initializer_range=0.3)
+    check_sampling(AutoModelForCausalLM.from_config(config).eval())
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("name", sorted(common.MODEL_TYPES))
+@pytest.mark.parametrize("name", sorted(common.PACKED_TYPES.split()))
 def test_a_type_samples_as_in_plain_transformers(name):
+    from test_types import plain_model
+
     check_sampling(plain_model(name).eval())
 
 
 def test_the_distribution_of_samples_is_the_models():
-    """30,000 answers to each of two prompts of unlike lengths, sampled in one call.
+    """Sample 30,000 answers to each of two prompts of different lengths in one call.
 
-    Pairs of first and second token, or an end at once: chi-square against the exact probabilities.
+    The test is chi-square on first and second token, against the exact probabilities.
     """
     model, end, number = tiny_vocabulary(), 2, 30_000
     prompts = [np.array([1, 5, 3, 3, 0], np.uint32), np.array([6, 4], np.uint32)]
@@ -534,17 +549,15 @@ def test_the_distribution_of_samples_is_the_models():
         assert off < 0.02
 
 
-def test_a_model_that_keeps_nothing_is_refused():
-    """As with transformers before 5.24, which take no `cache`: answers would be wrong."""
-    model = sampler(Qwen2ForCausalLM(small_shape()))
-    forward = model.forward
-    model.forward = lambda cache, **inputs: forward(**inputs)
-    with pytest.raises(common.Refusal, match="needs transformers 5.24 or newer"):
-        script.sample(model, [np.ones(3, np.uint32)], np.zeros((2, 4)), 7, CPU)
+def test_a_type_that_would_sample_wrongly_is_refused(reinforce, tmp_path):
+    BartConfig(vocab_size=320).save_pretrained(tmp_path)
+    done = reinforce(ranks=0, model=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == f"error: --model {tmp_path}: type bart cannot sample here\n"
 
 
 def test_what_is_kept_of_a_token_is_what_the_page_says(monkeypatch):
-    """Keys and values as `sample` keeps them, in bf16, against the formula of the table."""
+    """Compare keys and values as `sample` keeps them, in bf16, with the formula of the table."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import strategies
 
@@ -571,7 +584,7 @@ RUN |= {"min_learning_rate": 1e-3, "timeout_minutes": 1.0, "reference_weight": 0
 
 
 def with_reward(folder: Path, body: str) -> Path:
-    """The script with another body of `reward`: the one edit of a user."""
+    """Copy the script with another body of `reward`, the one thing that a user edits."""
     folder.mkdir(exist_ok=True)
     text = (ROOT / "fsdp2_grpo.py").read_text()
     own = textwrap.indent(body, "    ")
@@ -585,7 +598,7 @@ def with_reward(folder: Path, body: str) -> Path:
 
 @pytest.fixture
 def reinforce(flags, tmp_path, monkeypatch):
-    """Launch the script with a reward of one's own; the run is in tmp_path/run if not told."""
+    """Return a function that launches the script with a reward, and writes to tmp_path/run."""
 
     def run(body: str = GRADED, faults: list | None = None, ranks: int = 2, **own):
         monkeypatch.setenv("COPIED", str(with_reward(tmp_path / "copy", body)))
@@ -599,14 +612,14 @@ TIMINGS = ["sample_seconds", "step_seconds", "tokens_per_second", "peak_memory_g
 
 
 def lines(run_dir: Path) -> list[dict]:
-    """metrics.jsonl without what depends on the clock."""
+    """Read metrics.jsonl without what depends on the clock."""
     read = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{name: x for name, x in line.items() if name not in TIMINGS} for line in read]
 
 
 @pytest.fixture(scope="module")
 def finished(flags, tmp_path_factory) -> Path:
-    """A run that nothing happened to."""
+    """Return a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COPIED", str(with_reward(folder / "copy", GRADED)))
@@ -629,13 +642,25 @@ def test_metrics_are_those_of_the_interface(finished):
         assert set(names) <= line.keys()
         assert line["sample_seconds"] < line["step_seconds"]
         assert 0 <= line["reward"] <= 1 and 0 <= line["truncated"] <= 1
-    best = {}  # the checkpoint that stays, however old, is the one of the best reward
+    best = {}  # checkpoints know their reward, by which the best one is kept
     for path in (finished / "checkpoints").iterdir():
         progress = common.read_description(path)["progress"]
         best[progress["step"]] = -progress["validation_loss"]
     assert best == {x["step"]: x["validation_reward"] for x in validation[1:]}
     tokens = np.diff([0] + [line["tokens"] for line in training])
     assert tokens.tolist() == [round(16 * line["answer_length"]) for line in training]
+
+
+def check_resumed(stopped, resumed, run_dir: Path, finished: Path, step: int) -> None:
+    """Check that a run which stopped after `step` and was resumed has the bits of `finished`."""
+    assert (stopped.returncode, stopped.stderr) == (0, "")
+    last = stopped.stdout.splitlines()[-1]
+    assert last.startswith(f"stopped after step {step}, saved in"), stopped.stdout
+    assert (resumed.returncode, resumed.stderr) == (0, "")
+    assert "resuming from" in resumed.stdout
+    assert lines(run_dir) == lines(finished)
+    weights = [run / "hf/model.safetensors" for run in (run_dir, finished)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 @pytest.mark.parametrize(
@@ -646,27 +671,68 @@ def test_metrics_are_those_of_the_interface(finished):
 def test_a_signal_while_ranks_sample_loses_nothing(
     reinforce, finished, tmp_path, rank, number, step
 ):
-    """The run stops after that step; resumed, its answers and losses have the same bits.
-
-    The reference model goes on too, from the weights of --init_from.
-    """
-    fault = {"call": "Rows.read", "do": "terminate", "rank": rank, "number": number}
-    stopped = reinforce(faults=[fault])
-    assert (stopped.returncode, stopped.stderr) == (0, "")
-    last = stopped.stdout.splitlines()[-1]
-    assert last.startswith(f"stopped after step {step} of 4, saved in"), stopped.stdout
-    resumed = reinforce()
-    assert (resumed.returncode, resumed.stderr) == (0, "") and "going on from" in resumed.stdout
-    assert lines(tmp_path / "run") == lines(finished)
+    """The run stops after that step. The resumed one has the same reference model."""
+    fault = {"call": "Sequences.read", "do": "terminate", "rank": rank, "number": number}
+    check_resumed(reinforce(faults=[fault]), reinforce(), tmp_path / "run", finished, step)
     distances = [line["reference_kl"] for line in lines(finished) if "loss" in line]
     assert distances[0] == 0 and all(distance > 0 for distance in distances[1:])
-    weights = [run / "hf/model.safetensors" for run in (tmp_path / "run", finished)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+# Grades with a program, which a signal to all processes of the rank kills: then the grade is 0.
+INTERRUPTED = """import os, pathlib, signal, zlib
+reward.calls = getattr(reward, "calls", 0) + 1
+once = pathlib.Path(__file__).with_name("once")
+if os.environ["RANK"] == "1" and reward.calls == {call} and not once.exists():
+    once.touch()
+    os.kill(os.getpid(), signal.SIGTERM)
+    return 0.0
+return zlib.crc32((prompt + answer).encode()) % 8 / 7"""
+
+
+@pytest.mark.parametrize("call", [1, 19])
+def test_answers_are_judged_again_after_a_signal(reinforce, finished, tmp_path, call):
+    """Rewards that a signal made wrong are neither trained on nor logged as a validation."""
+    stopped, resumed = (reinforce(INTERRUPTED.replace("{call}", str(call))) for _ in range(2))
+    step = int(re.search("stopped after step ([0-9]+)", stopped.stdout)[1])
+    assert (step == 1) == (call == 1)  # the first call is in the first validation
+    check_resumed(stopped, resumed, tmp_path / "run", finished, step)
+
+
+# What a grader that runs code may do. As GRADED otherwise.
+BUSY = """import multiprocessing, os, random, zlib
+with multiprocessing.get_context("fork").Pool(1) as pool:
+    assert pool.apply(len, (answer,)) == len(answer)
+os.chdir("/")
+random.seed(0), np.random.seed(0), torch.manual_seed(0)
+torch.set_default_dtype(torch.float64)
+torch.set_grad_enabled(False)
+return zlib.crc32((prompt + answer).encode()) % 8 / 7"""
+
+
+def test_what_a_reward_does_to_the_process_changes_nothing(reinforce, finished, tmp_path):
+    """Also not where a relative --run_dir leads."""
+    done = reinforce(BUSY, run_dir=os.path.relpath(tmp_path / "run", ROOT))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert lines(tmp_path / "run") == lines(finished)
+
+
+def test_a_slow_reward_ends_in_one_line(reinforce):
+    """It says which rank the others waited for, and which flag to raise."""
+    body = """import os, time
+if os.environ["RANK"] == "1" and not hasattr(reward, "slept"):
+    reward.slept = True
+    time.sleep(9)
+return 0.5"""
+    done = reinforce(body, timeout_minutes=0.05)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("rank ")]
+    assert line.startswith("rank 0 lost another rank, or waited for it longer than --timeout_min")
+    assert "Rank 1 failed to pass" in line
 
 
 @pytest.mark.drill
 def test_rewards_rise_where_they_can(reinforce, tmp_path):
-    """Short answers are worth more; after some steps the model gives them."""
+    """With a reward for short answers, answers become short."""
     own = {"steps": 10, "eval_every": 10, "checkpoint_every": 10, "answers": 8}
     own |= {"answer_length": 32, "reference_weight": 0.0}
     done = reinforce(SHORT, **own)
@@ -677,259 +743,8 @@ def test_rewards_rise_where_they_can(reinforce, tmp_path):
     assert len(held_out) == 2 and held_out[1] > held_out[0] + 0.1, held_out
 
 
-def test_what_a_reward_is_given(tokenizer, monkeypatch):
-    """The prompt as the template writes it; answer and reference without the end of the turn."""
-    seen = []
-    monkeypatch.setattr(script, "reward", lambda *texts: seen.append(texts) or 1)
-    row = {"system": "s", "prompt": "p", "completion": "the reference"}
-    [(tokens, learned, *_)] = script.chat_rows(row, tokenizer, 99)
-    end = np.array([tokenizer.eos_token_id], np.uint32)
-    answer = np.concatenate([np.frombuffer("né".encode(), np.uint8).astype(np.uint32), end])
-    logged = np.zeros(len(answer), np.float32)
-    judged = script.judge(tokenizer, tokens[~learned], answer, logged, tokens[learned])
-    prompt = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\np<|im_end|>\n"
-    assert seen == [(prompt + "<|im_start|>assistant\n", "né", "the reference")]
-    assert judged.reward == 1 and isinstance(judged.reward, float)
-    unended = script.judge(tokenizer, tokens[~learned], answer[:-1], logged[:-1], tokens[learned])
-    assert unended.reward == 0 and len(seen) == 1
-
-
-ON_RANK_1 = (
-    "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('on purpose')\nreturn 0.5"
-)
-BAD_REWARDS = {
-    "raises on one rank": (
-        ON_RANK_1,
-        r"reward\(\) fails in reward, line \d+: ValueError: on purpose",
-    ),
-    "is no number": (
-        "return float('nan')",
-        r"reward\(\) has to return a number, 0 or more, not nan",
-    ),
-    "has words of torch": (
-        "raise ConnectionError('Connection refused')",
-        r"reward\(\) fails in reward, line \d+: ConnectionError: Connection refused",
-    ),
-    "runs what calls exit": (
-        "exec('exit(0)')",
-        r"reward\(\) fails in reward, line \d+: SystemExit: 0",
-    ),
-}
-
-
-@pytest.mark.parametrize("name", BAD_REWARDS)
-def test_a_bad_reward_ends_the_run_in_one_line(reinforce, name):
-    """Of all ranks or of one; that of the last asks a service which is not there."""
-    body, expected = BAD_REWARDS[name]
-    done = reinforce(body, eval_prompts=3, eval_answers=8)
-    assert done.returncode == 1
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and "Traceback" not in done.stderr, done.stderr
-    assert re.fullmatch(f"error: {expected}", errors[0])
-
-
-@pytest.mark.parametrize(
-    "value, shown",
-    [
-        (math.nan, "nan"), (math.inf, "inf"), (-0.5, "-0.5"), ("0.5", "'0.5'"), (None, "None"),
-        ([1.0], "[1.0]"), (np.float32("nan"), "np.float32(nan)"), (1j, "1j"),
-        ("x" * 10_000, "'" + "x" * 79), (torch.tensor(1.0), "tensor(1.)"),
-        (1e39, "1e+39"), (10**400, "1" + "0" * 79),
-    ],
-)  # fmt: skip
-def test_a_reward_is_a_finite_number(monkeypatch, value, shown):
-    monkeypatch.setattr(script, "reward", lambda *_: value)
-    with pytest.raises(common.Refusal) as refused:
-        script.checked_reward("", "", "")
-    assert str(refused.value) == f"reward() has to return a number, 0 or more, not {shown}"
-    assert refused.value.code == 1
-
-
-def test_where_a_library_fails_is_said_by_the_line_that_calls_it(monkeypatch):
-    program = compile("def reward(*_):\n    json.loads('')", script.__file__, "exec")
-    exec(program, script.__dict__ | {"json": json}, own := {})
-    monkeypatch.setattr(script, "reward", own["reward"])
-    with pytest.raises(common.Refusal, match="fails in reward, line 2: JSONDecodeError"):
-        script.checked_reward("", "", "")
-
-
-@pytest.mark.parametrize("value", [True, 0, 2, 3.5, np.float32(0.5), np.int64(4)])
-def test_any_kind_of_number_is_a_reward(monkeypatch, value):
-    monkeypatch.setattr(script, "reward", lambda *_: value)
-    checked = script.checked_reward("", "", "")
-    assert checked == value and type(checked) is float
-
-
-@pytest.mark.drill
-def test_a_bad_reward_of_one_rank_under_torchrun(flags, tmp_path):
-    """A copy of the script beside common.py, as a user has it."""
-    path = with_reward(tmp_path / "copy", ON_RANK_1)
-    (path.parent / "common.py").write_text((ROOT / "common.py").read_text())
-    done = torchrun(2, str(path), *arguments(flags | RUN | {"run_dir": tmp_path / "run"}))
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and re.fullmatch(r"error: reward\(\) fails in .*on purpose", errors[0])
-    assert done.returncode == 1 and f"{path.parent}/common.py" not in done.stderr
-
-
-def test_equal_rewards_are_said_and_trained_on(reinforce, tmp_path):
-    done = reinforce("return 0", steps=2, grad_clip=1.0, reference_weight=0.0)
-    assert (done.returncode, done.stderr) == (0, "")
-    said = [line for line in done.stdout.splitlines() if "no gradient" in line]
-    assert [line.split(":")[0] for line in said] == ["step 1", "step 2"]
-    training = [line for line in lines(tmp_path / "run") if "loss" in line]
-    assert [(x["loss"], x["grad_norm"], x["mixed"]) for x in training] == [(0, 0, 0)] * 2
-
-
-def test_prompts_alone_and_prompts_without_room(reinforce, tmp_path):
-    """No reference is there; a prompt of more than max_length - answer_length is left out."""
-    rows = [{"prompt": f"number {n}"} for n in range(60)] + [{"prompt": None}] * 2
-    rows += [{"prompt": "x" * (80 + n)} for n in range(3)] + [{"prompt": "y" * 200}] * 4
-    body = "if reference:\n    raise ValueError(reference)\nreturn len(answer) % 3"
-    dataset = write(tmp_path / "prompts.jsonl", rows)
-    done = reinforce(body, dataset=dataset, steps=2)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "4 prompts are left out, as they have a prompt of more than 112 tokens" in done.stdout
-    assert "2 prompts are left out, as they hold no prompt" in done.stdout
-
-
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"messages": []},
-        {"messages": None},
-        {"prompt": []},
-        {"messages": [{"role": "assistant", "content": "a"}]},
-        {"system": "s", "completion": "a"},
-    ],
-    ids=str,
-)
-def test_an_answer_to_nothing_is_left_out(tokenizer, row):
-    with pytest.raises(ValueError, match="hold no prompt"):
-        [*script.chat_rows(row, tokenizer, 99)]
-
-
-def test_the_longest_prompt_has_room(tokenizer):
-    """And its answer does not count: it is the reference alone."""
-    row = {"prompt": "x" * 50, "completion": "y" * 500}
-    [(tokens, learned, *_)] = script.chat_rows(row, tokenizer, 99)
-    length = int((~learned).sum())
-    assert 50 < length < 99
-    [(again, *_)] = script.chat_rows(row, tokenizer, length)
-    assert again.tolist() == tokens.tolist() and tokens[-1] == tokenizer.eos_token_id
-    with pytest.raises(ValueError, match=f"have a prompt of more than {length - 1} tokens"):
-        [*script.chat_rows(row, tokenizer, length - 1)]
-
-
-def test_of_a_conversation_the_last_answer_is_asked_for(tokenizer):
-    """What is before it is the prompt, answers too."""
-    turns = [("user", "1"), ("assistant", "first"), ("user", "2"), ("assistant", "last")]
-    messages = [{"role": role, "content": text} for role, text in turns]
-    for row in ({"messages": messages}, {"prompt": messages[:3], "completion": "last"}):
-        [(tokens, learned, *_)] = script.chat_rows(row, tokenizer, 200)
-        assert tokenizer.decode(tokens[learned]) == "last<|im_end|>"
-        assert tokenizer.decode(tokens[~learned]).endswith("2<|im_end|>\n<|im_start|>assistant\n")
-        assert "first<|im_end|>" in tokenizer.decode(tokens[~learned])
-    [(tokens, learned, *_)] = script.chat_rows({"prompt": messages[:3]}, tokenizer, 200)
-    assert tokenizer.decode(tokens[learned]) == "<|im_end|>"
-
-
-ASKS = "{%- if add_generation_prompt -%}{{- '<|header|>assistant ' -}}{%- endif -%}"
-ANSWERS = {  # how templates write what they say is an answer
-    "with its header": """{%- generation -%}
-{{- '<|header|>assistant ' + m.content + '<|eot|>' -}}{%- endgeneration -%}""",
-    "with what follows": """{{- '<|header|>assistant ' -}}
-{%- generation -%}{{- m.content + '<|eot|>' + '\n' -}}{%- endgeneration -%}""",
-    "its text alone": """{{- '<|header|>assistant ' -}}
-{%- generation -%}{{- m.content -}}{%- endgeneration -%}{{- '<|eot|>' -}}""",
-}  # fmt: skip
-
-
-def asking(answer: str, asks: str = ASKS) -> str:
-    return (
-        "{%- for m in messages -%}{%- if m.role == 'assistant' -%}" + answer + "{%- else -%}"
-        "{{- '<|header|>' + m.role + ' ' + m.content + '<|eot|>' -}}"
-        "{%- endif -%}{%- endfor -%}" + asks
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ANSWERS)
-def test_a_prompt_is_what_the_template_asks_for_an_answer_with(tmp_path, name):
-    """Whatever part of an answer it marks; and the reference is the answer's text."""
-    base = save_base(tmp_path, None, asking(ANSWERS[name]), ("<|header|>", "<|eot|>"))
-    made, _ = script.chat_tokenizer(base)
-    for completion in ("c", ""):
-        [(tokens, learned, *_)] = script.chat_rows(
-            {"prompt": "p", "completion": completion}, made, 99
-        )
-        expected = made.apply_chat_template(
-            [{"role": "user", "content": "p"}], add_generation_prompt=True, return_dict=True
-        )["input_ids"]
-        assert tokens[~learned].tolist() == expected
-        assert made.decode(tokens[learned][:-1]) == completion
-        assert tokens[-1] == made.eos_token_id
-    [(tokens, learned, *_)] = script.chat_rows({"prompt": "p", "completion": None}, made, 99)
-    assert tokens[~learned].tolist() == expected and learned.sum() == 1
-
-
-INSTRUCT = {  # as hub models have them: nothing says what is an answer
-    "ends": "{{- '<|header|>assistant ' + m.content + '<|eot|>' -}}",
-    "ends with a blank line": "{{- '<|header|>assistant ' + m.content + '\n' + '<|eot|>\n' -}}",
-    "ends, and so does the text": """{{- '<|header|>assistant ' + m.content + '<|eot|>' -}}
-{%- if loop.last and not add_generation_prompt -%}{{- eos_token -}}{%- endif -%}""",
-}
-
-
-@pytest.mark.parametrize("name", INSTRUCT)
-def test_an_instruct_model_keeps_its_template(tmp_path, name):
-    """Without marks too: it is asked as it has learned to be, and ends its turn as it has."""
-    template = asking(INSTRUCT[name])
-    base = save_base(tmp_path, None, template, ("<|header|>", "<|eot|>"))
-    made, known = script.chat_tokenizer(base)
-    assert made.chat_template == template and made.eos_token == "<|eot|>"
-    assert made.pad_token != "<|eot|>" and len(made) <= known + 1
-    [(tokens, learned, *_)] = script.chat_rows({"prompt": "p", "completion": "c"}, made, 99)
-    assert made.decode(tokens) == "<|header|>user p<|eot|><|header|>assistant c<|eot|>"
-    assert learned.sum() == 2
-
-
-def test_of_several_templates_the_default_is_taken(tmp_path):
-    plain = asking(INSTRUCT["ends"])
-    several = {"default": plain, "tools": "{{- no -}}"}
-    made, _ = script.chat_tokenizer(save_base(tmp_path, None, several, ("<|header|>", "<|eot|>")))
-    assert made.chat_template == plain
-
-
-def test_a_template_that_cannot_ask_is_refused(tmp_path):
-    """The model would have to write the header of an answer, which it has never learned."""
-    made, _ = script.chat_tokenizer(
-        save_base(tmp_path, None, asking(ANSWERS["with its header"], ""), ("<|header|>", "<|eot|>"))
-    )
-    with pytest.raises(ValueError, match="have a chat template that does not ask for an answer"):
-        [*script.chat_rows({"prompt": "p", "completion": "c"}, made, 99)]
-
-
-def test_nothing_is_dropped_at_random(start):
-    """In training either: else it would be of another policy than the one that has sampled."""
-    config = script.Config(model=start, tokenizer=start)
-    shape = small_shape(attention_dropout=0.5)
-    model = script.build_model(config, shape)
-    assert shape.attention_dropout == 0.5 and not any(m.training for m in model.modules())
-
-
-def test_equal_rewards_of_any_size_are_equal(monkeypatch, tokenizer):
-    """The deviation of three times 0.1 is not 0 in floating point."""
-    one = np.array([tokenizer.eos_token_id], np.uint32)
-    group = [script.Answer(one, one, np.zeros(1, np.float32), 0.1)] * 3
-    monkeypatch.setattr(script, "answer_prompts", lambda *_: [group, group])
-    monkeypatch.setattr(script, "data_parallel_rank_and_size", lambda _: (0, 1))
-    config = script.Config(prompts=2, answers=3)
-    rows = SimpleNamespace(lengths=np.ones(5, int))
-    _, measured = script.roll_out(None, rows, 1, tokenizer, config, CPU)
-    assert measured["mixed"] == 0
-
-
-def test_resume_with_other_prompts_is_refused(reinforce, finished, tmp_path):
-    """Or other answers: a resumed run would sample something else."""
+def test_resume_with_other_prompts_is_refused(reinforce, finished):
+    """Or with other answers, because the resumed run would sample something else."""
     before = tree(finished)
     done = reinforce(run_dir=finished, prompts=8, answers=2, answer_length=8)
     assert done.returncode == 1 and "Traceback" not in done.stderr
@@ -942,7 +757,7 @@ def test_resume_with_other_prompts_is_refused(reinforce, finished, tmp_path):
 
 @pytest.mark.drill
 def test_resume_with_another_reference_is_refused(reinforce, start, tmp_path):
-    """The same path, trained anew in between; without a reference it is not looked at."""
+    """If the weights at the same path have changed. Without a reference they do not matter."""
     weights = Path(shutil.copytree(start, tmp_path / "weights"))
     reinforce(init_from=weights, steps=2)
     done = reinforce(init_from=weights, steps=4, reference_weight=0)
@@ -951,7 +766,7 @@ def test_resume_with_another_reference_is_refused(reinforce, start, tmp_path):
     model.model.norm.weight.data += 0.01
     model.save_pretrained(weights, save_original_format=False)
     done = reinforce(init_from=weights, steps=4)
-    assert done.returncode != 0 and "another content of the same paths" in done.stderr
+    assert done.returncode != 0 and "other contents of the same paths" in done.stderr
     own = {"init_from": weights, "run_dir": tmp_path / "other", "reference_weight": 0.0}
     reinforce(**own, steps=2)
     model.save_pretrained(weights, save_original_format=False)
@@ -982,8 +797,292 @@ def test_the_exported_model_talks_in_plain_transformers(finished):
         assert log_probs.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
 
 
+# --- Rewards --------------------------------------------------------------------------------------
+
+
+def test_what_a_reward_is_given(tokenizer, monkeypatch):
+    """The prompt as the template writes it; answer and reference without the end of the turn."""
+    seen = []
+    monkeypatch.setattr(script, "reward", lambda *texts: seen.append(texts) or 1)
+    prompt, reference = split({"system": "s", "prompt": "p", "completion": "the best"}, tokenizer)
+    tokens = np.array([*"né".encode(), tokenizer.eos_token_id], np.uint32)
+    log_probs = np.zeros(len(tokens), np.float32)
+    judged = script.judge(tokenizer, script.Answer(prompt, reference, tokens, log_probs))
+    text = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\np<|im_end|>\n"
+    assert seen == [(text + "<|im_start|>assistant\n", "né", "the best")]
+    assert judged.reward == 1 and isinstance(judged.reward, float)
+    unended = script.Answer(prompt, reference, tokens[:-1], log_probs[:-1])
+    assert script.judge(tokenizer, unended).reward == 0 and len(seen) == 1
+
+
+def refusal(monkeypatch, reward: Callable) -> str:
+    """Return the line with which a reward ends the run."""
+    monkeypatch.setattr(script, "reward", reward)
+    with pytest.raises(common.Refusal) as refused:
+        script.checked_reward("", "", "")
+    assert refused.value.code == 1
+    return str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "value, shown",
+    [
+        (math.nan, "nan"), (math.inf, "inf"), (-0.5, "-0.5"), ("0.5", "'0.5'"), (None, "None"),
+        ([1.0], "[1.0]"), (np.float32("nan"), "np.float32(nan)"), (1j, "1j"),
+        ("x" * 10_000, "'" + "x" * 79), (torch.tensor(1.0), "tensor(1.)"),
+        (1e39, "1e+39"), (10**400, "1" + "0" * 79),
+    ],
+)  # fmt: skip
+def test_a_reward_is_a_finite_number(monkeypatch, value, shown):
+    said = refusal(monkeypatch, lambda *_: value)
+    assert said == f"reward() has to return a number, 0 or more, not {shown}"
+
+
+@pytest.mark.parametrize(
+    "value", [True, 0, 2, 3.5, np.float32(0.5), np.int64(4), np.bool_(True), np.bool_(False)]
+)
+def test_any_kind_of_number_is_a_reward(monkeypatch, value):
+    monkeypatch.setattr(script, "reward", lambda *_: value)
+    checked = script.checked_reward("", "", "")
+    assert checked == value and type(checked) is float
+
+
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        ("json.loads('')", "line 2: JSONDecodeError: Expecting value"),  # not the library's line
+        ("exec('exit(0)')", "line 2: SystemExit: 0"),  # code that a model has written
+        ("raise ValueError('x' * 2**20)", "line 2: ValueError: " + "x" * 300),
+    ],
+)
+def test_a_reward_that_fails_is_said_with_its_line(monkeypatch, body, said):
+    program = compile(f"def reward(*_):\n    {body}", script.__file__, "exec")
+    exec(program, {"json": json}, own := {})
+    line = refusal(monkeypatch, own["reward"])
+    assert line.startswith(f"reward() fails in reward, {said}") and len(line) < 500
+
+
+ON_RANK_1 = (
+    "import os\nif os.environ['RANK'] == '1':\n    raise ValueError('on purpose')\nreturn 0.5"
+)
+BAD_REWARDS = {
+    "raises on one rank": (ON_RANK_1, "ValueError: on purpose"),
+    "has words of torch": (
+        "raise ConnectionError('Connection refused')",
+        "ConnectionError: Connection refused",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_REWARDS)
+def test_a_bad_reward_ends_the_run_in_one_line(reinforce, name):
+    """On one rank or on all. The last one calls a service that is not there."""
+    body, expected = BAD_REWARDS[name]
+    done = reinforce(body, eval_prompts=3, eval_answers=8)
+    assert done.returncode == 1
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and "Traceback" not in done.stderr, done.stderr
+    assert re.fullmatch(rf"error: reward\(\) fails in reward, line \d+: {expected}", errors[0])
+
+
+@pytest.mark.drill
+def test_a_bad_reward_of_one_rank_under_torchrun(flags, tmp_path):
+    """In a copy of the script beside common.py, as a user has it."""
+    path = with_reward(tmp_path / "copy", ON_RANK_1)
+    (path.parent / "common.py").write_text((ROOT / "common.py").read_text())
+    done = torchrun(2, str(path), *arguments(flags | RUN | {"run_dir": tmp_path / "run"}))
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and re.fullmatch(r"error: reward\(\) fails in .*on purpose", errors[0])
+    assert done.returncode == 1 and f"{path.parent}/common.py" not in done.stderr
+
+
+def test_equal_rewards_are_said_and_trained_on(reinforce, tmp_path):
+    done = reinforce("return 0", steps=2, grad_clip=1.0, reference_weight=0.0)
+    assert (done.returncode, done.stderr) == (0, "")
+    said = [line for line in done.stdout.splitlines() if "no gradient" in line]
+    assert [line.split(":")[0] for line in said] == ["step 1", "step 2"]
+    training = [line for line in lines(tmp_path / "run") if "loss" in line]
+    assert [(x["loss"], x["grad_norm"], x["mixed"]) for x in training] == [(0, 0, 0)] * 2
+
+
+def test_equal_rewards_of_any_size_are_equal(monkeypatch, tokenizer):
+    """In floating point, the mean of three times 0.1 is not 0.1."""
+    one = np.array([tokenizer.eos_token_id], np.uint32)
+    group = [script.Answer(one, one, one, np.zeros(1, np.float32), 0.1)] * 3
+    monkeypatch.setattr(script, "answer_prompts", lambda *_: [group, group])
+    monkeypatch.setattr(script, "dp_rank_and_size", lambda _: (0, 1))
+    run = SimpleNamespace(config=script.Config(prompts=2, answers=3), tokenizer=tokenizer)
+    _, measured = script.roll_out(None, SimpleNamespace(lengths=np.ones(5)), 1, run)
+    assert measured["mixed"] == 0
+
+
+# --- Prompts --------------------------------------------------------------------------------------
+
+
+def split(row: dict, tokenizer) -> tuple[np.ndarray, np.ndarray]:
+    """Return the ids of prompt and reference, the latter with the end of the turn."""
+    tokens, in_reference, _ = script.tokenize_prompt(row, tokenizer)
+    assert tokens[-1] == tokenizer.eos_token_id
+    return tokens[~in_reference], tokens[in_reference]
+
+
+def test_prompts_alone_and_prompts_without_room(reinforce, tmp_path):
+    """A prompt without an answer has no reference. One without room for an answer is left out."""
+    rows = [{"prompt": f"number {n}"} for n in range(60)] + [{"prompt": None}] * 2
+    rows += [{"prompt": "x" * (80 + n)} for n in range(3)] + [{"prompt": "y" * 200}] * 4
+    body = "if reference:\n    raise ValueError(reference)\nreturn len(answer) % 3"
+    dataset = write(tmp_path / "prompts.jsonl", rows)
+    done = reinforce(body, dataset=dataset, steps=2)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "4 prompts are left out, because they exceed 112 tokens" in done.stdout
+    assert "2 documents are left out, because they hold no prompt" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": []},
+        {"messages": None},
+        {"prompt": []},
+        {"messages": [{"role": "assistant", "content": "a"}]},
+        {"system": "s", "completion": "a"},
+    ],
+    ids=str,
+)
+def test_an_answer_to_nothing_is_left_out(tokenizer, row):
+    with pytest.raises(ValueError, match="hold no prompt"):
+        script.tokenize_prompt(row, tokenizer)
+
+
+USER, ASSISTANT = ({"role": role, "content": role} for role in ("user", "assistant"))
+FORMS = {  # a row -> the messages of its prompt, and its reference
+    "the last answer is the reference": (
+        {"messages": [USER, ASSISTANT, USER, ASSISTANT]},
+        [USER, ASSISTANT, USER],
+        "assistant",
+    ),
+    "a completion is the reference": (
+        {"prompt": [USER, ASSISTANT, USER], "completion": "best"},
+        [USER, ASSISTANT, USER],
+        "best",
+    ),
+    "no reference": ({"prompt": [USER, ASSISTANT, USER]}, [USER, ASSISTANT, USER], ""),
+    "messages that end with a question": ({"messages": [USER]}, [USER], ""),
+    "a column answer": ({"prompt": "user", "answer": "best"}, [USER], "best"),
+    "a number": ({"prompt": "user", "answer": 0}, [USER], "0"),
+    "a solution and its result": (
+        {"messages": [USER, ASSISTANT], "answer": "best"},
+        [USER],
+        "best",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_prompt_and_reference_of_each_form(tokenizer, name):
+    row, messages, reference = FORMS[name]
+    asked, expected = split(row, tokenizer)
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert tokenizer.decode(asked) == text
+    assert tokenizer.decode(expected) == reference + "<|im_end|>"
+
+
+def test_the_longest_prompt_has_room(tokenizer, tmp_path):
+    """A prompt's length does not include its reference."""
+    rows = [{"prompt": "x" * (50 + n), "completion": "y" * 500} for n in (0, 1)]
+    length = len(split(rows[0], tokenizer)[0])
+    config = script.Config(
+        dataset=str(write(tmp_path / "rows.jsonl", rows)), max_length=length + 9, answer_length=9
+    )
+    documents = common.load_documents(config, script.COLUMNS, script.tokenize_prompt, tokenizer)
+    kept = script.leave_out_long(documents, config)
+    assert len(documents.lengths) == 2 and len(kept.lengths) == 1
+    assert (kept.read(0)[0] == script.tokenize_prompt(rows[0], tokenizer)[0]).all()
+
+
+ASKS = "{%- if add_generation_prompt -%}{{- '<|header|>assistant ' -}}{%- endif -%}"
+ANSWERS = {  # ways in which templates write an answer, and what they mark of it, if anything
+    "marked with its header": """{%- generation -%}
+{{- '<|header|>assistant ' + m.content + '<|eot|>' -}}{%- endgeneration -%}""",
+    "marked with what follows": """{{- '<|header|>assistant ' -}}
+{%- generation -%}{{- m.content + '<|eot|>' + '\n' -}}{%- endgeneration -%}""",
+    "marked without its end": """{{- '<|header|>assistant ' -}}
+{%- generation -%}{{- m.content -}}{%- endgeneration -%}{{- '<|eot|>' -}}""",
+    "not marked": "{{- '<|header|>assistant ' + m.content + '<|eot|>' -}}",
+    "with a blank line": "{{- '<|header|>assistant ' + m.content + '\n' + '<|eot|>\n' -}}",
+    "with an end of the text": """{{- '<|header|>assistant ' + m.content + '<|eot|>' -}}
+{%- if loop.last and not add_generation_prompt -%}{{- eos_token -}}{%- endif -%}""",
+}
+
+
+def asking(answer: str, asks: str = ASKS) -> str:
+    return (
+        "{%- for m in messages -%}{%- if m.role == 'assistant' -%}" + answer + "{%- else -%}"
+        "{{- '<|header|>' + m.role + ' ' + m.content + '<|eot|>' -}}"
+        "{%- endif -%}{%- endfor -%}" + asks
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_model_is_asked_with_its_own_template(tmp_path, name):
+    """As hub models have them. The turn ends with the template's token."""
+    template = asking(ANSWERS[name])
+    made = script.chat_tokenizer(save_template(tmp_path, template))
+    assert made.chat_template == template and made.eos_token == "<|eot|>"
+    for completion in ("c", "", None):
+        asked, expected = split({"prompt": "p", "completion": completion}, made)
+        assert made.decode(asked) == "<|header|>user p<|eot|><|header|>assistant "
+        assert made.decode(expected) == (completion or "") + "<|eot|>"
+
+
+def test_of_several_templates_the_default_is_used(tmp_path):
+    plain = asking(ANSWERS["not marked"])
+    several = {"default": plain, "tools": "{{- no -}}"}
+    made = script.chat_tokenizer(save_template(tmp_path, several))
+    assert made.chat_template == plain
+
+
+def test_a_template_that_does_not_ask_is_refused(tmp_path):
+    """The model would have to write the header of an answer, which it never learned."""
+    template = asking(ANSWERS["not marked"], "")
+    made = script.chat_tokenizer(save_template(tmp_path, template))
+    with pytest.raises(ValueError, match="have a chat template that does not ask for an answer"):
+        script.tokenize_prompt({"prompt": "p", "completion": "c"}, made)
+
+
+def test_a_model_without_a_template_is_refused():
+    with pytest.raises(common.Refusal, match="bytes: fine-tune the model with fsdp2_sft.py first"):
+        script.chat_tokenizer("bytes")
+
+
+# --- The model that is trained --------------------------------------------------------------------
+
+
+def test_nothing_is_dropped_at_random(start):
+    """In training neither, because it would not be the policy that sampled."""
+    config = script.Config(model=start, tokenizer=start)
+    shape = small_shape(attention_dropout=0.5)
+    model = script.build_model(config, shape)
+    assert shape.attention_dropout == 0.5 and not any(m.training for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    "flags, size, rates",
+    [
+        ({}, 10**6, (5e-4, 5e-5)),
+        ({}, 5 * 10**8, (1e-6, 1e-7)),
+        ({"learning_rate": 1e-5}, 10**6, (1e-5, 1e-6)),
+        ({"min_learning_rate": 0.0}, 10**6, (5e-4, 0.0)),
+    ],
+)
+def test_the_learning_rate_suits_the_model(flags, size, rates):
+    config = script.Config(**flags)
+    script.set_learning_rates(config, size)
+    assert (config.learning_rate, config.min_learning_rate) == pytest.approx(rates)
+
+
 def test_a_model_of_nan_ends_in_one_line(reinforce, start, tmp_path):
-    """Not in an index that is out of range, which would be a GPU's last words."""
+    """Not with an index that is out of range, which would be an assertion on a GPU."""
     model = AutoModelForCausalLM.from_pretrained(start)
     model.model.norm.weight.data.fill_(torch.nan)
     shutil.copytree(start, tmp_path / "nan")
@@ -991,17 +1090,17 @@ def test_a_model_of_nan_ends_in_one_line(reinforce, start, tmp_path):
     done = reinforce(init_from=tmp_path / "nan", steps=1)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert len(errors) == 1 and "logits are not finite" in errors[0]
+    assert len(errors) == 1 and "step 1: the loss is not finite" in errors[0]
 
 
 def test_weights_that_became_nan_are_not_saved(reinforce, tmp_path):
-    """Else each later start would go on from them. (A norm of infinity makes gradients of nan.)"""
+    """Otherwise every later start would resume from them."""
     done = reinforce(
         "return 1e29 * (len(answer) % 3)", steps=4, checkpoint_every=1, reference_weight=0.0
     )
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert len(errors) == 1 and "gradients are no longer finite" in errors[0]
+    assert len(errors) == 1 and "step 1: the grad_norm is not finite" in errors[0]
     assert not [*(tmp_path / "run").glob("checkpoints/step_*")]
 
 
@@ -1012,35 +1111,35 @@ def test_weights_that_became_nan_are_not_saved(reinforce, tmp_path):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("fault", ["freeze", "sleep"])
 def test_a_rank_that_stalls_while_sampling_ends_the_run_in_time(reinforce, tmp_path, rank, fault):
-    """In step 3, with its answers begun; the other rank waits for them."""
-    fault = {"call": "Rows.read", "rank": rank, "number": 8 - rank, "do": fault}
+    """In step 3, with its answers begun, while the other rank waits for them."""
+    fault = {"call": "Sequences.read", "rank": rank, "number": 8 - rank, "do": fault}
     began = time.monotonic()
     done = reinforce(faults=[fault], timeout_minutes=0.1)
     assert done.returncode == 1 and time.monotonic() - began < 60
-    assert re.search("[Tt]imed out waiting (6|12)000ms", done.stderr), done.stderr
+    assert "or waited for it longer than --timeout_minutes" in done.stderr, done.stderr
     assert [line["step"] for line in lines(tmp_path / "run") if "loss" in line] == [1, 2]
 
 
 @pytest.mark.drill
 def test_a_run_killed_again_and_again_repeats_its_answers(flags, tmp_path, monkeypatch):
-    """At random moments and while a checkpoint is written; all its numbers keep their bits."""
+    """At random moments and while a checkpoint is written, all its numbers keep their bits."""
     monkeypatch.setenv("COPIED", str(with_reward(tmp_path / "copy", GRADED)))
     own = flags | RUN | {"steps": 24, "prompts": 16, "answers": 8, "answer_length": 64}
     own |= {"learning_rate": 1e-3, "inner_steps": 2, "async_checkpoint": "true"}
     program = [sys.executable, str(ROOT / "tests/storm.py"), "copied"]
-    for number, run_dir in ((0, tmp_path / "whole"), (8, tmp_path / "storm")):
+    for number, run_dir in ((0, tmp_path / "undisturbed"), (8, tmp_path / "storm")):
         words = [str(number), "1", *arguments(own | {"run_dir": run_dir})]
         done = subprocess.run([*program, *words], capture_output=True, text=True, timeout=600)
         assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert sum("-9" in line for line in done.stdout.splitlines()) == 8, done.stdout
-    assert lines(tmp_path / "storm") == lines(tmp_path / "whole")
-    weights = [tmp_path / run / "hf/model.safetensors" for run in ("storm", "whole")]
+    assert lines(tmp_path / "storm") == lines(tmp_path / "undisturbed")
+    weights = [tmp_path / run / "hf/model.safetensors" for run in ("storm", "undisturbed")]
     assert weights[0].read_bytes() == weights[1].read_bytes()
 
 
 @pytest.mark.drill
-def test_compiled_rows_of_many_lengths(seen, flags, tmp_path):
-    """Which the plain suite leaves out, for it takes long."""
+def test_compiled_sequences_of_many_lengths(seen, flags, tmp_path):
+    """The plain suite leaves this out, because it takes long."""
     modes = {"compile": flags | {"compile": True}}
     modes["few"] = modes["compile"] | {"pad_to_multiple_of": 16, "inner_steps": 2}
     compiled = watch(2, modes, tmp_path)

@@ -1,4 +1,4 @@
-"""The house as it was designed: one section for the strategy, plain text, who imports whom."""
+"""The form of the scripts: budgets of code, the same sections everywhere, who imports whom."""
 
 import ast
 import io
@@ -7,46 +7,46 @@ import tokenize
 import pytest
 from conftest import ROOT
 
-PRETRAINING = [
-    "ddp_pretrain.py",
-    "fsdp1_pretrain.py",
-    "fsdp2_pretrain.py",
-    "fsdp2_tp_pretrain.py",
-    "fsdp2_cp_pretrain.py",
-    "fsdp2_pp_pretrain.py",
-    "fsdp2_ep_pretrain.py",
-]
-SCRIPTS = [*PRETRAINING, "fsdp2_sft.py", "fsdp2_grpo.py"]
-SECTIONS = [
-    "Config",
-    "Process group and device",
-    "Model",
-    "Strategy",
-    "Optimizer and schedule",
-    "Checkpoints",
-    "Training",
-    "Validation",
-    "Main",
-]
-# What the section Strategy defines, in every script.
+# Tokens of code that a file may have.
+BUDGETS = {
+    "ddp_pretrain.py": 3600,
+    "fsdp1_pretrain.py": 3600,
+    "fsdp2_pretrain.py": 3900,
+    "fsdp2_tp_pretrain.py": 4100,
+    "fsdp2_cp_pretrain.py": 4100,
+    "fsdp2_pp_pretrain.py": 4800,
+    "fsdp2_ep_pretrain.py": 5000,
+    "fsdp2_sft.py": 5400,
+    "fsdp2_grpo.py": 7800,
+    "common.py": 7500,
+}
+SCRIPTS = [name for name in BUDGETS if name != "common.py"]
+PRETRAINING = [name for name in SCRIPTS if name.endswith("_pretrain.py")]
+SAME_FROM_HERE = "The rest is the same text in every pretraining script"
+REST = ["Model", "Optimizer and schedule", "Training and validation", "Main"]
+SECTIONS = {
+    **dict.fromkeys(PRETRAINING, ["Config", "Strategy", SAME_FROM_HERE, *REST]),
+    "fsdp2_sft.py": ["Config", "Conversations", "Strategy", *REST],
+    "fsdp2_grpo.py": [
+        "Config",
+        "Strategy",
+        "Conversations",
+        "Reward and loss",
+        "Sampling",
+        *REST,
+    ],
+}
+# What Strategy defines, in this order. RL validates by sampling, so it has no validation loss.
 STRATEGY = [
-    "data_parallel_rank_and_size",
+    "init_process_group",
+    "dp_rank_and_size",
     "parallelize",
-    "named_parameters",
+    "optimizer_parameters",
     "forward_backward",
-    "clip_gradients",
-    "balance_experts",
+    "clip_grad_norm",
+    "zero_grad",
     "validation_loss",
 ]
-# Reinforcement validates by sampling, for which a rank needs all parameters.
-SAMPLING = ["whole_parameters", *STRATEGY[:-1]]
-# Lines of fsdp2_pretrain.py that may be another one outside of Config and Strategy: script, line ->
-# what stands there.
-EXCEPTIONS = {
-    # DDP's gradients are views of its buckets; dropped, they would be made anew beside these.
-    ("ddp_pretrain.py", "    optimizer.zero_grad()"): "    optimizer.zero_grad(set_to_none=False)"
-    "  # else gradients would lie beside DDP's buckets",
-}
 LAYOUT = [
     tokenize.COMMENT,
     tokenize.NL,
@@ -61,20 +61,16 @@ def read(name: str) -> str:
     return (ROOT / name).read_text()
 
 
-def sections(name: str) -> dict[str, list[str]]:
-    """Title of each section of a script -> its lines; what is before the first one is left out."""
-    found: dict[str, list[str]] = {}
-    for line in read(name).splitlines():
-        if line.startswith("# --- "):
-            title = line.removeprefix("# --- ").rstrip("-").strip()
-            found[title] = []
-        elif found:
-            found[title].append(line)
-    return found
+def sections(name: str) -> dict[str, str]:
+    """Return the title and the text of each section of a script, without what precedes them."""
+    _, *parts = read(name).split("\n# --- ")
+    titles = [part.partition("\n")[0].rstrip("- ") for part in parts]
+    assert len(set(titles)) == len(titles)
+    return dict(zip(titles, parts))
 
 
 def size_of_code(text: str) -> tuple[int, int]:
-    """Tokens and lines of code: comments, docstrings and layout do not count."""
+    """Count tokens and lines of code, without comments, docstrings and layout."""
     documented: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
@@ -89,66 +85,61 @@ def size_of_code(text: str) -> tuple[int, int]:
     return tokens, len(lines)
 
 
-def test_the_counter_counts_code_alone():
+def test_the_counter_counts_nothing_but_code():
     text = '"""Doc\nstring."""\n\n# comment\nx = 1  # more\n\n\ndef f():\n    """Doc."""\n'
     text += '    return """a\nb"""\n'
     assert size_of_code(text) == (3 + 5 + 2, 4)
 
 
-@pytest.mark.parametrize("name", ["common.py", *SCRIPTS])
-def test_a_line_is_one_thought(name):
-    """nanoGPT, nanochat and torchtitan have 6 to 9 tokens a line of code."""
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_keeps_to_its_budget(name):
+    """Its lines stay simple, too: nanoGPT, nanochat and torchtitan have 6 to 9 tokens per line."""
     tokens, lines = size_of_code(read(name))
-    assert tokens / lines <= 9.5
+    assert tokens <= BUDGETS[name]
+    assert tokens / lines <= 9.05
 
 
-def test_common_stays_small():
-    """No more than it had when its text was made plain."""
-    assert size_of_code(read("common.py"))[0] <= 9597
+@pytest.mark.xfail(strict=True, reason="the helpers that the interface asks for take 10,200 tokens")
+def test_common_keeps_to_its_budget():
+    assert size_of_code(read("common.py"))[0] <= BUDGETS["common.py"]
 
 
-def test_sections_are_the_same_in_the_same_order():
-    for name in PRETRAINING:
-        assert list(sections(name)) == SECTIONS
-    tuned = [*SECTIONS[:2], "Conversations", *SECTIONS[2:]]
-    assert list(sections("fsdp2_sft.py")) == tuned
-    reinforced = [*tuned[:3], "Reward and loss", *tuned[3:5], "Sampling", *tuned[5:]]
-    assert list(sections("fsdp2_grpo.py")) == reinforced
-
-
-@pytest.mark.parametrize("name", PRETRAINING)
-def test_pretraining_scripts_differ_in_config_and_strategy_alone(name):
-    reference, own = sections("fsdp2_pretrain.py"), sections(name)
-    needed = dict.fromkeys(line for script, line in EXCEPTIONS if script == name)
-    for title in set(SECTIONS) - {"Config", "Strategy"}:
-        expected = [EXCEPTIONS.get((name, line), line) for line in reference[title]]
-        assert own[title] == expected, title
-        for line in needed:
-            needed[line] = needed[line] or line in reference[title]
-    assert all(needed.values()), "an exception that is none"
+def test_common_does_not_grow():
+    tokens, lines = size_of_code(read("common.py"))
+    assert tokens <= 10230
+    assert tokens / lines <= 9.1
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_the_strategy_is_in_its_section(name):
-    """Under the same names everywhere; what ranks do together is nowhere else."""
+def test_sections_are_the_same_in_the_same_order(name):
+    assert list(sections(name)) == SECTIONS[name]
+
+
+@pytest.mark.parametrize("name", PRETRAINING)
+def test_the_rest_is_the_same_text_in_every_pretraining_script(name):
+    line = f"\n# --- {SAME_FROM_HERE} ---"
+    rest, reference = (read(script).partition(line)[2] for script in (name, PRETRAINING[0]))
+    assert rest == reference != ""
+
+
+def is_used(name: str, text: str) -> bool:
+    return any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(ast.parse(text)))
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_ranks_do_together_is_in_strategy(name):
+    """The functions have the same names in every script. Other functions may be among them."""
     found = sections(name)
-    strategy = ast.parse("\n".join(found["Strategy"]))
-    functions = [node.name for node in strategy.body if isinstance(node, ast.FunctionDef)]
-    expected = SAMPLING if name == "fsdp2_grpo.py" else STRATEGY
-    assert {function for function in functions if function in expected} == {*expected}
-    in_order = [function for function in functions if function in STRATEGY]
-    assert in_order == [function for function in STRATEGY if function in expected]
-    others = ("Model", "Reward and loss", "Sampling", "Optimizer and schedule", "Training")
-    for title in (*others, "Validation"):
-        assert not any("dist." in line for line in found.get(title, [])), title
-
-
-def test_readme_is_short():
-    assert len(read("README.md").splitlines()) <= 350
+    tree = ast.parse("# " + found["Strategy"])
+    functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    expected = STRATEGY[: -1 if name == "fsdp2_grpo.py" else None]
+    assert [function for function in functions if function in STRATEGY] == expected
+    for title in ("Model", "Optimizer and schedule", "Reward and loss"):
+        assert not is_used("dist", "# " + found.get(title, "")), title
 
 
 def imported(name: str) -> set[str]:
-    """Modules of this repository that a file imports."""
+    """Return the modules of this repository that a file imports."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(read(name))):
         if isinstance(node, ast.Import):
@@ -158,20 +149,22 @@ def imported(name: str) -> set[str]:
     return found & {path.stem for path in ROOT.glob("*.py")}
 
 
-def test_scripts_import_common_alone_and_common_no_script():
+def test_scripts_import_only_common_and_common_imports_no_script():
     assert imported("common.py") == set()
     assert all(imported(name) == {"common"} for name in SCRIPTS)
 
 
-def test_common_takes_values_not_a_config_and_knows_no_strategy():
-    text = read("common.py")
-    assert "config: Any" not in text
-    takes_config = {
-        node.name
-        for node in ast.walk(ast.parse(text))
-        if isinstance(node, ast.FunctionDef)
-        and any(argument.arg == "config" for argument in node.args.args)
-    }
-    assert takes_config == set()
-    for word in ("fully_shard", "FullyShardedDataParallel", "DistributedDataParallel", "AdamW"):
-        assert word not in text
+@pytest.mark.parametrize(
+    "word",
+    [
+        *("fully_shard", "FullyShardedDataParallel", "FSDPModule", "DistributedDataParallel"),
+        *("DTensor", "DeviceMesh", "PipelineStage", "parallelize_module", "AdamW("),
+        *("backward(", "optimizer.step(", "_parallel", "dp_replicate", "balance_rate"),
+    ],
+)
+def test_common_knows_no_strategy_no_optimizer_and_no_loop(word):
+    assert word not in read("common.py")
+
+
+def test_readme_is_short():
+    assert len(read("README.md").splitlines()) <= 350

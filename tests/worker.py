@@ -1,6 +1,6 @@
-"""Runs under torchrun with 2 ranks: every mode of every strategy, in one launch.
+"""Run under torchrun with 2 ranks: every mode of every strategy, in one launch.
 
-Writes what it saw to the JSON file given as its argument; test_modes.py judges it.
+It writes what it saw to the JSON file given as its first argument, and test_modes.py checks that.
 """
 
 import gc
@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,48 +30,45 @@ import fsdp2_tp_pretrain  # noqa: E402
 SCRIPTS = {"ddp": ddp_pretrain, "fsdp1": fsdp1_pretrain, "fsdp2": fsdp2_pretrain}
 SCRIPTS |= {"tp": fsdp2_tp_pretrain, "cp": fsdp2_cp_pretrain, "pp": fsdp2_pp_pretrain}
 SCRIPTS |= {"ep": fsdp2_ep_pretrain}
+DENSE = [name for name in SCRIPTS if name != "ep"]
+
+# Modes of every strategy. "untied" is the model directory that the launch names so.
 COMMON_MODES = {
     "fp32": {},
+    "untied": {"model": "untied"},
     "packed": {"batching": "packed"},
+    # A length that no group of ranks divides.
     "packed_odd": {
         "batching": "packed",
         "micro_batch_tokens": 513,
         "global_batch_tokens": 4 * 513,
     },
-    "no_clip": {"grad_clip": 0.0},
     "bf16": {"precision": "bf16"},
     "ac_full": {"activation_checkpointing": "full"},
     "ac_selective": {"activation_checkpointing": "selective"},
-    "ac_fraction": {"activation_checkpointing": "0.5"},
     "ac_selective_bf16": {"activation_checkpointing": "selective", "precision": "bf16"},
-    "compile": {"compile": True, "pad_to_multiple_of": 256},
-    "compile_dynamic": {"compile": True},
-    "compile_ac_full": {
-        "compile": True,
-        "pad_to_multiple_of": 256,
-        "activation_checkpointing": "full",
-    },
-    "compile_packed": {"compile": True, "batching": "packed"},
+    "chunked_loss": {"CHUNK_TOKENS": 100},  # about 5 chunks per micro-batch
+    "chunked_loss_bf16": {"CHUNK_TOKENS": 100, "precision": "bf16"},
+    "merged": {"merge": True},  # one large micro-batch instead of several
+}
+# Modes that other modes are compared with, or whose code all strategies share.
+REFERENCE_MODES = {
     "padded": {"pad_to_multiple_of": 256},
     "large": {"micro_batch_tokens": 1024, "pad_to_multiple_of": 256},
-    "compile_bf16": {
-        "compile": True,
-        "precision": "bf16",
-        "micro_batch_tokens": 1024,
-        "pad_to_multiple_of": 256,
-    },
-    "chunked_loss": {"CHUNK_TOKENS": 100},  # about 5 chunks a micro-batch
-    "chunked_loss_bf16": {"CHUNK_TOKENS": 100, "precision": "bf16"},
-    "merged": {"merge": True},  # one large micro-batch in place of several
+    "ac_fraction": {"activation_checkpointing": "0.5"},
 }
+NO_CLIP = {"no_clip": {"grad_clip": 0.0}}
 OWN_MODES = {
-    "ddp": {},
+    "ddp": REFERENCE_MODES | NO_CLIP,
     "fsdp1": {
+        **NO_CLIP,
         "reduce_every": {"reduce_every_micro_batch": True},
         "shard_grad_op": {"sharding_strategy": "shard_grad_op"},
         "hybrid": {"sharding_strategy": "hybrid_shard"},
     },
     "fsdp2": {
+        **REFERENCE_MODES,
+        **NO_CLIP,
         "reduce_every": {"reduce_every_micro_batch": True},
         "reduce_every_bf16": {"reduce_every_micro_batch": True, "precision": "bf16"},
         "keep_after_forward": {"reshard_after_forward": False},
@@ -79,7 +77,10 @@ OWN_MODES = {
         "hybrid_every": {"dp_replicate": 2, "reduce_every_micro_batch": True},
         "cpu_offload": {"cpu_offload": True},
     },
-    "tp": {"keep_after_forward": {"reshard_after_forward": False}},
+    "tp": {
+        "keep_after_forward": {"reshard_after_forward": False},
+        "reduce_every": {"reduce_every_micro_batch": True},
+    },
     "cp": {"reduce_every": {"reduce_every_micro_batch": True}},
     "pp": {
         "one_stage": {"pipeline_parallel": 1},
@@ -87,73 +88,98 @@ OWN_MODES = {
         "cpu_offload": {"cpu_offload": True},
     },
 }
-# Of a mixture of experts; each of ep's is one of fsdp2's too. All but it are of the dense model.
-EXPERTS = {
+# An odd length is nothing special to a strategy that does not split it. A pipeline needs several
+# micro-batches. All strategies share the code of two combinations with bf16.
+COMBINED = ["chunked_loss_bf16", "ac_selective_bf16"]
+LEFT_OUT = {"fsdp1": ["packed_odd"], "fsdp2": ["packed_odd"], "pp": ["merged", *COMBINED]}
+LEFT_OUT |= {"tp": COMBINED, "cp": COMBINED}
+
+COMPILED_MODES = {
+    "compile": {"compile": True, "pad_to_multiple_of": 256},
+    "compile_packed": {"compile": True, "batching": "packed"},
+    "compile_dynamic": {"compile": True},
+    "compile_ac_full": {
+        "compile": True,
+        "pad_to_multiple_of": 256,
+        "activation_checkpointing": "full",
+    },
+    "compile_bf16": {
+        "compile": True,
+        "precision": "bf16",
+        "micro_batch_tokens": 1024,
+        "pad_to_multiple_of": 256,
+    },
+}
+# Compiling takes a quarter of a minute each time, so the plain suite does it with one script each.
+COMPILED_IN_PLAIN = {("fsdp2", "compile"), ("fsdp1", "compile_packed")}
+# The drill traces and splits graphs, but it generates kernels in these cases only.
+GENERATED = {("tp", "compile"), ("cp", "compile"), ("pp", "compile")}
+# TP refuses what torch cannot compile of DTensors.
+NOT_COMPILED = {"tp": ["compile_dynamic", "compile_ac_full"]}
+
+# MoE modes. EP without balancing is compared with FSDP2, EP with it with one rank per group.
+MOE_MODES = {
     "fp32": {},
     "packed": {"batching": "packed"},
-    "no_clip": {"grad_clip": 0.0},
     "bf16": {"precision": "bf16"},
     "ac_full": {"activation_checkpointing": "full"},
     "ac_selective": {"activation_checkpointing": "selective"},
     "reduce_every": {"reduce_every_micro_batch": True},
     "keep_after_forward": {"reshard_after_forward": False},
 }
-COMPILED_EXPERTS = {
+BALANCED_MODES = {
+    "balanced_alone": {"expert_parallel": 1},
+    "balanced": {},
+    "balanced_full": {"activation_checkpointing": "full"},
+    "balanced_selective": {"activation_checkpointing": "selective"},
+    "balanced_every": {"reduce_every_micro_batch": True},
+}
+COMPILED_MOE_MODES = {
     "padded": {"pad_to_multiple_of": 256},
     "compile": {"compile": True, "pad_to_multiple_of": 256},
 }
-EXPERTS_IN_FEW_MODES = {"ddp": ["fp32", "bf16"], "fsdp1": ["fp32", "ac_full"], "cp": ["fp32"]}
-EXPERTS_IN_FEW_MODES |= {"pp": ["fp32", "packed"], "tp": []}  # tensor parallelism refuses them
-# With torchao, which is optional, and what to compare with.
-FLOAT8 = {
+# With torchao, which is optional.
+FLOAT8_MODES = {
     "fp32": {},
     "bf16": {"precision": "bf16"},
     "float8": {"precision": "float8"},
     "float8_selective": {"precision": "float8", "activation_checkpointing": "selective"},
 }
-# Compiling takes a quarter of a minute each time: the plain suite has some, by one script each.
-SLOW = {
-    "compile": "fsdp2", "compile_packed": "fsdp1",
-    "compile_bf16": None, "compile_dynamic": None, "compile_ac_full": None,
-}  # fmt: skip
-# Of those left to the drill, these generate kernels; the rest trace and partition graphs alone.
-GENERATED = {"tp": "compile", "cp": "compile", "pp": "compile"}
-# What torch cannot compile of DTensors, and the script refuses; and a pipeline of one micro-batch.
-REFUSED = {"tp": ("compile_dynamic", "compile_ac_full"), "pp": ("merged",)}
 COMPILE = torch.nn.Module.compile
 STEPS = 2
 
 
 def modes(name: str, which: str = "plain") -> dict[str, dict]:
-    """What a script runs: all modes but the slow ones; of the drill, these and their references."""
+    """Return the modes in which a launch of kind `which` trains with a script."""
     if which == "float8":
-        return {} if name in ("tp", "ep") else FLOAT8  # refused, and a model of experts
-    if which == "compiled experts":
-        return COMPILED_EXPERTS if name in ("fsdp2", "ep") else {}
+        return FLOAT8_MODES if name == "fsdp2" else {}
     if which == "experts":
-        few = EXPERTS_IN_FEW_MODES.get(name, list(EXPERTS))
-        own = {"alone": {"expert_parallel": 1}} if name == "ep" else {}
-        return {mode: EXPERTS[mode] for mode in few} | own
+        if name == "fsdp2":
+            return MOE_MODES
+        unbalanced = {mode: flags | {"balance_rate": 0.0} for mode, flags in MOE_MODES.items()}
+        return unbalanced | BALANCED_MODES if name == "ep" else {}
+    if which == "compiled experts":
+        off = {"balance_rate": 0.0} if name == "ep" else {}
+        compiled = {mode: flags | off for mode, flags in COMPILED_MOE_MODES.items()}
+        return compiled if name in ("fsdp2", "ep") else {}
     if name == "ep":
         return {}
-    every = COMMON_MODES | OWN_MODES[name]
-    one_row = ("packed_odd",)  # which does not divide: nothing special where nothing divides it
-    left_out = {"ddp": (), "fsdp1": one_row, "fsdp2": one_row}.get(name, ("padded", "large"))
-    for mode in (*left_out, *REFUSED.get(name, ())):
-        del every[mode]
-    if which == "drill":
-        references = ("fp32", "padded", "packed", "large") if name == "ddp" else ()
-        left = [mode for mode, where in SLOW.items() if where != name and mode in every]
-        return {mode: every[mode] for mode in (*references, *left)}
-    return {mode: flags for mode, flags in every.items() if SLOW.get(mode, name) == name}
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    compiled = {
+        mode: flags
+        for mode, flags in COMPILED_MODES.items()
+        if ((name, mode) in COMPILED_IN_PLAIN) == (which == "plain")
+        and mode not in NOT_COMPILED.get(name, [])
+    }
+    if which == "compiled":
+        if name == "ddp":
+            return COMMON_MODES | REFERENCE_MODES | compiled
+        return compiled
+    every = COMMON_MODES | OWN_MODES[name] | compiled
+    return {mode: flags for mode, flags in every.items() if mode not in LEFT_OUT.get(name, [])}
 
 
 def of_all_ranks(values: dict[str, float]) -> dict[str, float]:
-    """Where each rank has only some of the names; those that have the same one have to agree."""
+    """Merge the values of ranks that each have some of the names. Equal names need equal values."""
     merged: dict[str, float] = {}
     for part in common.gather(values):
         for name, value in part.items():
@@ -162,8 +188,11 @@ def of_all_ranks(values: dict[str, float]) -> dict[str, float]:
 
 
 def state_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Whole tensors, those of this rank's part of the model."""
-    return {name: whole(tensor) for name, tensor in get_model_state_dict(model).items()}
+    """Return the unsharded tensors of this rank's part of the model."""
+    return {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in get_model_state_dict(model).items()
+    }
 
 
 def same_on_all_ranks(tensor: torch.Tensor) -> bool:
@@ -173,7 +202,7 @@ def same_on_all_ranks(tensor: torch.Tensor) -> bool:
 
 
 def merged(micro_batches: list[dict]) -> dict:
-    """The rows of all micro-batches in one, padded to the longest."""
+    """Return the sequences of all micro-batches in one, padded to the longest."""
     width = max(batch["labels"].shape[1] for batch in micro_batches)
     padding = {"input_ids": 0, "labels": common.IGNORED}
 
@@ -184,124 +213,113 @@ def merged(micro_batches: list[dict]) -> dict:
 
 
 def train(script, flags: dict, device: torch.device, merge=False, count=False) -> dict:
-    """A few steps of the script's own functions; what is worth knowing about them.
+    """Train a few steps with the script's own functions; returns what test_modes.py checks.
 
     Args:
-        merge: one large micro-batch a step.
-        count: the FLOPs too.
+        merge: run one large micro-batch per step.
+        count: count the FLOPs too.
     """
     config = script.Config(**flags)
     tokenizer = common.load_tokenizer(config.tokenizer)
-    rows = common.load_rows(
-        config.dataset, None, "train", ["text"], common.text_rows, tokenizer, config.max_length
-    )
+    documents = common.load_documents(config, ["text"], common.tokenize_text, tokenizer)
     training, validation = (
-        common.Batches(
-            part.lengths,
-            part.num_labels,
-            part.read,
-            batching=config.batching,
-            max_length=config.max_length,
-            micro_batch_tokens=config.micro_batch_tokens,
-            pad_to_multiple_of=config.pad_to_multiple_of,
-            padding_id=tokenizer.eos_token_id,
-            seed=config.seed,
-        )
-        for part in rows.split()
+        common.Batches(part.sequences(config.max_length), config, tokenizer.eos_token_id)
+        for part in documents.split()
     )
-    number = config.global_batch_tokens // config.micro_batch_tokens
-    share = number, *script.data_parallel_rank_and_size(config)
-    model_config = script.build_model_config(config, len(tokenizer), tokenizer.eos_token_id)
-    model = script.build_model(config, model_config)
+    accumulation = config.global_batch_tokens // config.micro_batch_tokens
+    share = script.dp_rank_and_size(config)
+    steps = list(training.stream(0, STEPS, accumulation, *share))
+    model = script.build_model(config, script.build_model_config(config, tokenizer))
     decayed = script.weight_decay_names(model)
     model = script.parallelize(model, config, device)
+
     inner = getattr(model, "module", model)
     head, embedding = inner.get_output_embeddings(), inner.get_input_embeddings()
-    seen = {"tied": all(common.gather(head is None or head.weight is embedding.weight))}
+    has_both = head is not None and embedding is not None
+    seen = {"tied": any(common.gather(has_both and head.weight is embedding.weight))}
+    seen["embedding_unit"] = isinstance(embedding, FSDPModule)
     seen["inverse_frequencies"] = inner.get_decoder().rotary_emb.inv_freq.tolist()
     kinds = [type(module).__name__ for module in inner.modules()]
     seen["float8"] = kinds.count("Float8Linear")
     if config.init_from:
         common.load_weights(model, config.init_from)
+
     optimizer = script.build_optimizer(model, decayed, config)
-    groups = optimizer.param_groups
-    names = {id(parameter): name for name, parameter in script.named_parameters(model)}
+    names = {id(parameter): name for name, parameter in script.optimizer_parameters(model)}
     seen["decay"] = []
-    for group in groups:
+    for group in optimizer.param_groups:
         parts = common.gather([names[id(parameter)] for parameter in group["params"]])
         seen["decay"].append([group["weight_decay"], len(set().union(*parts))])
     state = state_of(model)
     seen["initial"] = of_all_ranks({name: x.double().sum().item() for name, x in state.items()})
-    parameters = [p for group in groups for p in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     seen["held"] = sum(getattr(p, "_local_tensor", p).numel() for p in parameters)
+
     seen["losses"], seen["norms"], seen["expert_load"], seen["in_step"] = [], [], [], True
-    for step in range(STEPS):
-        batch = training.global_batch(step, *share)
+    for batch in steps:
         if merge:
             batch.micro_batches = [merged(batch.micro_batches)]
         measured = script.train_step(model, optimizer, batch, 1e-2, config, device)
         seen["losses"].append(measured["loss"])
         seen["norms"].append(measured["grad_norm"])
-        seen["expert_load"].append(measured.get("expert_load"))
+        seen["expert_load"].append(batch.measured.get("expert_load"))
         if script is ddp_pretrain:
             seen["in_step"] &= all(same_on_all_ranks(p.detach()) for p in parameters)
     seen["micro_batches"] = len(batch.micro_batches)
-    seen["gradients_freed"] = all(p.grad is None for p in parameters)
-    if count:
-        with FlopCounterMode(display=False) as flops:
-            script.train_step(model, optimizer, batch, 0.0, config, device)
-        seen["flops"] = sum(common.gather(flops.get_total_flops()))
+    kept = [p.grad for p in parameters if p.grad is not None]
+    seen["gradients"] = "none" if not kept else "zero" if not any(map(torch.any, kept)) else "some"
+    seen["final"] = of_all_ranks(
+        {name: x.double().norm().item() for name, x in state_of(model).items()}
+    )
     seen["validation"] = script.evaluate(model, validation, config, device)
-    if config.compile:  # the same shapes again
-        seen["graphs"] = [torch._dynamo.utils.counters["stats"]["unique_graphs"]]
-        for step in range(STEPS):
-            batch = training.global_batch(step, *share)
-            script.train_step(model, optimizer, batch, 0.0, config, device)
-        script.evaluate(model, validation, config, device)
-        seen["graphs"].append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     seen["dtypes"] = sorted(
         {str(p.dtype) for p in parameters}
         | {str(v.dtype) for s in optimizer.state.values() for v in s.values() if v.dim()}
     )
-    state = state_of(model)
-    seen["final"] = of_all_ranks({name: x.double().norm().item() for name, x in state.items()})
+    if count:
+        with FlopCounterMode(display=False) as flops:
+            script.train_step(model, optimizer, batch, 0.0, config, device)
+        seen["flops"] = sum(common.gather(flops.get_total_flops()))
+    if config.compile:  # train and validate on the same shapes again
+        seen["graphs"] = [torch._dynamo.utils.counters["stats"]["unique_graphs"]]
+        for batch in steps:
+            script.train_step(model, optimizer, batch, 0.0, config, device)
+        script.evaluate(model, validation, config, device)
+        seen["graphs"].append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     return seen
 
 
-def write_and_leave(out: str, seen: dict) -> None:
-    """Rank 0 writes what it saw; how the scripts themselves leave is tested with the scripts."""
+def main() -> None:
+    out, which = Path(sys.argv[1]), sys.argv[2]
+    base, start, directories = map(json.loads, sys.argv[3:])
+    device = ddp_pretrain.init_process_group(ddp_pretrain.Config())
+    gc.freeze()  # the garbage collector need not search what is here now
+    seen = {}
+    for name, script in SCRIPTS.items():
+        chosen = dict(modes(name, which))
+        if which == "plain" and name != "ep" or which == "experts" and name in ("fsdp2", "ep"):
+            chosen["init_from"] = start
+        for mode, flags in chosen.items():
+            flags = base | flags
+            flags["model"] = directories.get(flags["model"], flags["model"])
+            merge, full_loss = flags.pop("merge", False), script.CHUNK_TOKENS
+            script.CHUNK_TOKENS = flags.pop("CHUNK_TOKENS", full_loss)
+            count = which == "plain" and mode in ("fp32", "ac_full", "ac_selective", "ac_fraction")
+            kernels = which != "compiled" or (name, mode) in GENERATED
+            backend = "inductor" if kernels else "aot_eager"
+            torch.nn.Module.compile = partialmethod(COMPILE, backend=backend)
+            seen[f"{name} {mode}"] = train(script, flags, device, merge, count)
+            script.CHUNK_TOKENS = full_loss
+            gc.collect()
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
     if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(seen))
+        out.write_text(json.dumps(seen))
+    # How the scripts themselves end is tested with the scripts.
     dist.barrier()
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)
-
-
-def main() -> None:
-    out, base, start, which = sys.argv[1], *map(json.loads, sys.argv[2:4]), sys.argv[4]
-    device = ddp_pretrain.init_process_group(ddp_pretrain.Config())
-    gc.freeze()  # what is there now needs no search
-    seen = {}
-    for name, script in SCRIPTS.items():
-        for mode, flags in modes(name, which).items():
-            flags = dict(flags)
-            merge, whole_loss = flags.pop("merge", False), script.CHUNK_TOKENS
-            script.CHUNK_TOKENS = flags.pop("CHUNK_TOKENS", whole_loss)
-            count = mode in ("fp32", "ac_full", "ac_selective", "ac_fraction")
-            count &= which == "plain"  # it is one more step, which would move routers' biases
-            kernels = which != "drill" or GENERATED.get(name) == mode
-            backend = "inductor" if kernels else "aot_eager"
-            torch.nn.Module.compile = partialmethod(COMPILE, backend=backend)
-            seen[f"{name} {mode}"] = train(script, base | flags, device, merge, count)
-            script.CHUNK_TOKENS = whole_loss
-            gc.collect()
-            torch._dynamo.reset()
-            torch._dynamo.utils.counters.clear()
-        if which == "plain" and name != "ep" or which == "experts" and name in ("fsdp2", "ep"):
-            seen[f"{name} init_from"] = train(script, base | start, device)
-            gc.collect()
-    write_and_leave(out, seen)
 
 
 if __name__ == "__main__":
