@@ -271,8 +271,8 @@ def end_with_launcher() -> None:
     # orphans. It is neither a Python program, nor a wrapper with torchrun's environment.
     parent = Path(f"/proc/{os.getppid()}")
     alive = b"python" in (parent / "cmdline").read_bytes()
-    if not alive and os.access(parent / "environ", os.R_OK):
-        alive = b"TORCHELASTIC_RUN_ID" in (parent / "environ").read_bytes()
+    with contextlib.suppress(PermissionError):  # init's environment is not readable
+        alive |= b"TORCHELASTIC_RUN_ID" in (parent / "environ").read_bytes()
     if not alive:
         refuse("the launcher of this rank has died", code=1)
 
@@ -1154,7 +1154,7 @@ class Checkpoints:
         self.directory = run.directory / "checkpoints"
         self.last: Path | None = None
         self.damaged: set[Path] = set()
-        self.best: list = [math.inf, ""]  # validation loss and name
+        self.best = [sys.float_info.max, ""]  # validation loss and name; JSON has no infinity
         # A write runs in its own thread, with its own group: training continues meanwhile, and its
         # collectives must not mix with those of the write.
         self.pending: Future | None = None

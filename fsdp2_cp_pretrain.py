@@ -178,29 +178,30 @@ def dp_rank_and_size(config: Config) -> tuple[int, int]:
     return group, dist.get_world_size() // config.context_parallel
 
 
-def local_part(
-    micro_batch: dict[str, Any],
-    config: Config,
-    device: torch.device,
+def local_micro_batch(
+    micro_batch: dict[str, Any], config: Config, device: torch.device
 ) -> dict[str, Any]:
     """Return this rank's part of each sequence, [sequences, length / C], on its device.
 
     NOTE: the part needs the positions of its tokens. Otherwise each rank would count from 0.
     """
+    ranks = config.context_parallel
     length = micro_batch["labels"].shape[1]
-    padding = -length % config.context_parallel  # makes all parts equally long
-    part = dict(micro_batch)
-    part.setdefault("position_ids", torch.arange(length)[None])
-    for name in ("input_ids", "position_ids", "labels"):
-        value = common.IGNORED if name == "labels" else 0
+    padding = -length % ranks  # makes all parts equally long
+    part = {"position_ids": torch.arange(length)[None], **micro_batch}
+    padding_values = {
+        "input_ids": 0,
+        "position_ids": 0,
+        "labels": common.IGNORED,
+    }
+    for name, value in padding_values.items():
         padded = nn.functional.pad(part[name], (0, padding), value=value)
-        parts = padded.chunk(config.context_parallel, dim=1)
-        part[name] = parts[dist.get_rank() % config.context_parallel]
+        part[name] = padded.chunk(ranks, dim=1)[dist.get_rank() % ranks]
     if config.batching == "packed":
         # Attention sees full sequences, so the cumulative sequence lengths stay those of the full
         # sequence. The padding is one more document.
-        cu_seq_lens = part["cu_seq_lens_q"]
-        part["cu_seq_lens_q"] = nn.functional.pad(cu_seq_lens, (0, 1), value=length + padding)
+        end = length + padding
+        part["cu_seq_lens_q"] = nn.functional.pad(part["cu_seq_lens_q"], (0, 1), value=end)
     return common.to_device(part, device)
 
 
@@ -232,14 +233,18 @@ def ulysses_attention(
     sequence into some heads of the full sequence, and back.
     """
     # Where the CP group does not divide the key/value heads, several ranks need the same one.
-    copies = group.size() // math.gcd(key.shape[1], group.size())
+    ranks = group.size()
+    copies = ranks // math.gcd(ranks, key.shape[1])
     if copies > 1:
         key = key.repeat_interleave(copies, dim=1)
         value = value.repeat_interleave(copies, dim=1)
     query = exchange(query, group)
     key = exchange(key, group)
     value = exchange(value, group)
-    attend = document_attention if "cu_seq_lens_q" in kwargs else sdpa_attention_forward
+    if "cu_seq_lens_q" in kwargs:  # packed
+        attend = document_attention
+    else:
+        attend = sdpa_attention_forward
     output, _ = attend(module, query, key, value, attention_mask, **kwargs)
     return exchange(output, group), None  # [sequences, length / C, heads, head size]
 
@@ -252,9 +257,9 @@ def check_model(model_config: PreTrainedConfig, config: Config) -> None:
     window = getattr(model_config, "sliding_window", None)
     if window and window < config.max_length:
         common.refuse(f"--max_length {config.max_length} exceeds the sliding window of {window}")
-    heads = getattr(model_config, "num_attention_heads_per_layer", None)
-    if heads is None:
-        heads = [model_config.num_attention_heads]
+    heads = getattr(
+        model_config, "num_attention_heads_per_layer", [model_config.num_attention_heads]
+    )
     if math.gcd(*heads) % config.context_parallel:
         common.refuse(f"--context_parallel must divide the attention heads of the model: {heads}")
 
@@ -266,10 +271,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     whichever sequences they have. (See fsdp2_pretrain.py for `fully_shard` and the order.)
     """
     check_model(model.config, config)
-    group, _ = dist.new_subgroups(
-        config.context_parallel,
-        group_desc="context",
-    )
+    group, _ = dist.new_subgroups(config.context_parallel, group_desc="context")
     # NOTE: transformers makes no masks for an attention with a name of our own. For "sdpa" it would
     # make masks of this rank's part of the sequence.
     AttentionInterface.register("ulysses", partial(ulysses_attention, group))
@@ -335,7 +337,7 @@ def forward_backward(
         model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
         # Without resharding after backward, the next micro-batch needs no all-gather.
         model.set_reshard_after_backward(last or config.reshard_after_forward)
-        loss = model(**local_part(micro_batch, config, device))
+        loss = model(**local_micro_batch(micro_batch, config, device))
         (loss * scale).backward()
         total_loss += loss.detach()
     dist.all_reduce(total_loss)
@@ -365,7 +367,7 @@ def validation_loss(
     """Return the summed loss and the number of target tokens over all ranks, float64 [2]."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
     for micro_batch in micro_batches:  # forward all-gathers, so each rank needs equally many
-        micro_batch = local_part(micro_batch, config, device)
+        micro_batch = local_micro_batch(micro_batch, config, device)
         total[0] += model(**micro_batch)
         total[1] += (micro_batch["labels"] >= 0).sum()
     dist.all_reduce(total)

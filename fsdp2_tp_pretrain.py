@@ -240,11 +240,12 @@ def dp_rank_and_size(config: Config) -> tuple[int, int]:
 
 def check_model(model: nn.Module, config: Config) -> None:
     """Refuse a model that the plans do not fit: a layer outside of them would stay unsharded."""
+    # Without a plan in transformers, attention may insist on its full number of heads (stablelm).
+    has_plan = model.config.base_model_tp_plan is not None
     for block in transformer_blocks(model):
         layers = {name.rpartition(".")[0] for name, _ in block.named_parameters()}
-        if layers != BLOCK_PLAN.keys() - {"self_attn", "mlp"}:
-            advice = "TP needs blocks with the layers of Llama's"
-            common.refuse(f"--model {config.model}: {advice}")
+        if not has_plan or layers != BLOCK_PLAN.keys() - {"self_attn", "mlp"}:
+            common.refuse(f"--model {config.model}: TP needs blocks with the layers of Llama's")
     sizes = (
         model.config.num_key_value_heads,
         model.config.intermediate_size,
@@ -269,6 +270,9 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
+        # NOTE: what torch 2.13 reads from this cache gives DTensors wrong gradients, without an
+        # error. Only a second run shows it, because the first one fills the cache.
+        torch._functorch.config.enable_autograd_cache = False
     # torch 2.13 cannot compile the loss of DTensors that have several lengths.
     model.forward = partial(forward_with_loss, model, vocabulary_parallel_loss)
 
