@@ -938,8 +938,7 @@ def main() -> None:
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    next_command = NEXT_COMMAND.format(run_dir=config.run_dir)
-    run.finish(progress["step"], checkpoints.last, validation_documents.prompt(), next_command)
+    run.finish(progress["step"], checkpoints.last, validation_documents.prompt(), NEXT_COMMAND)
 
 
 if __name__ == "__main__":
