@@ -1407,7 +1407,7 @@ class Run:
         self.flops = functools.partial(step_flops, model)
         self.wandb = None
         self.profiler = None
-        self.stop_requested = False
+        self.stop_requested = 0  # signals so far
         # What the run trains and on what, by which a resume knows its own checkpoints.
         architecture = model.config.to_diff_dict()
         for changing in ("_name_or_path", "transformers_version", "dtype"):
@@ -1484,11 +1484,11 @@ class Run:
         self.wandb.define_metric("*", step_metric="step")
 
     def request_stop(self, *_: Any) -> None:
-        self.stop_requested = True
+        self.stop_requested += 1
 
     def should_stop(self) -> bool:
         """Return whether any rank received a signal. A collective, so that all stop together."""
-        requested = torch.tensor(int(self.stop_requested))
+        requested = torch.tensor(self.stop_requested)
         dist.all_reduce(requested, dist.ReduceOp.MAX)
         return bool(requested)
 

@@ -207,199 +207,6 @@ class Config(common.RunFlags):
             raise ValueError("--answer_length leaves no room for a prompt in --max_length")
 
 
-# --- Strategy -------------------------------------------------------------------------------------
-
-
-def init_process_group(config: Config) -> torch.device:
-    """Join the process group that torchrun set up; returns the device of this rank."""
-    timeout = timedelta(minutes=config.timeout_minutes)
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo", timeout=timeout)
-        return torch.device("cpu")
-    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if ranks > gpus:
-        advice = f'--nproc-per-node={gpus}, or CUDA_VISIBLE_DEVICES="" to train on CPUs'
-        common.refuse(f"{ranks} ranks cannot share {gpus} GPUs: use {advice}")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    if config.precision == "fp32":
-        # Use TF32 matmuls: several times faster, with 10 instead of 23 bits of mantissa.
-        torch.set_float32_matmul_precision("high")
-    # Sequences of many lengths fragment the allocator's memory; expandable segments avoid that.
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
-    # cuDNN attention builds a plan for each new shape, and while sampling each token has one.
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    # gloo beside NCCL handles tensors in CPU memory: Python objects and offloaded gradients.
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
-    return device
-
-
-def dp_rank_and_size(config: Config) -> tuple[int, int]:
-    """Return this rank's index among the data-parallel ranks, and how many there are.
-
-    Here every rank trains on its own micro-batches of the global batch.
-    """
-    return dist.get_rank(), dist.get_world_size()
-
-
-def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """Shard a model that is on the meta device, and give the shards memory and initial weights.
-
-    `fully_shard` turns the parameters of a module into DTensors and adds hooks to the module. An
-    all-gather before forward makes the parameters full, and they are freed after it. Another
-    all-gather comes before backward. After backward a reduce-scatter leaves each rank the averaged
-    gradient of its shard.
-
-    The order matters: activation checkpointing, then compile (the other way round, the compiled
-    block would be recomputed twice), then FSDP, whose hooks the compiler should not see.
-    """
-    blocks = transformer_blocks(model)
-    checkpoint_activations(blocks, config.activation_checkpointing)
-    if config.compile:
-        compile_blocks(blocks, config)
-
-    # HSDP: shard within a row of the mesh, replicate across rows (one row by default).
-    shards = dist.get_world_size() // config.dp_replicate
-    if config.dp_replicate == 1:
-        mesh = init_device_mesh(device.type, (shards,))
-    else:
-        mesh = init_device_mesh(
-            device.type, (config.dp_replicate, shards), mesh_dim_names=("replicate", "shard")
-        )
-    options: dict[str, Any] = {"mesh": mesh}
-    if config.precision != "fp32":
-        # Parameters are cast to bf16 as they are all-gathered, so blocks compute in bf16. The
-        # shards and the optimizer state stay fp32.
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        )
-    if config.cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-
-    initialize(model, modules_outside_blocks(model), config.seed, device)
-    if model.config.tie_word_embeddings:
-        model.tie_weights()  # `initialize` gave each module memory of its own, which unties them
-    # `fully_shard` claims only parameters that no submodule has claimed yet, so apply it bottom-up:
-    # blocks first, then the root. With the root alone, all parameters would be gathered at once.
-    for block in blocks:
-        # Initialize one block at a time, so that no rank ever holds more than one full block.
-        initialize(model, block.modules(), config.seed, device)
-        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
-    if not model.config.tie_word_embeddings:
-        # A tied embedding has to be in the same group as the head. An untied one can be freed
-        # during the step.
-        fully_shard(model.get_input_embeddings(), **options)
-    # The root claims the rest. Do not reshard it after forward, because backward starts with it.
-    fully_shard(model, reshard_after_forward=False, **options)
-    return model
-
-
-@contextlib.contextmanager
-def unsharded_parameters(model: nn.Module, config: Config) -> Iterator[None]:
-    """Sample in here: every rank holds all parameters, and a forward communicates nothing.
-
-    NOTE: with shards, each token would all-gather each block. And a rank whose answers have all
-    ended would leave the others waiting for its shards.
-    """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for unit in units:
-        unit.unshard()  # an all-gather
-    model.set_reshard_after_forward(False)  # otherwise the first forward would free the blocks
-    attention = model.config._attn_implementation
-    if config.batching == "packed":
-        model.set_attn_implementation("sdpa")  # the prompts' padding needs a mask
-    # Sequences grow with every token, but compiled blocks need few lengths.
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        yield
-    model.set_attn_implementation(attention)
-    for unit in units:
-        unit.reshard()
-    model.set_reshard_after_forward(config.reshard_after_forward)  # as in `parallelize`
-    model.set_reshard_after_forward(False, recurse=False)
-
-
-def optimizer_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return the parameters that this rank's optimizer updates, with their names.
-
-    NOTE: call it after `parallelize`. An optimizer that was built before would hold the unsharded
-    parameters, which the model no longer uses.
-    """
-    return list(model.named_parameters())
-
-
-@torch.no_grad()
-def add_reference(
-    reference: nn.Module | None, batch: common.GlobalBatch, device: torch.device
-) -> None:
-    """Give each micro-batch the log-probabilities that the model of --init_from computes."""
-    if reference is None:
-        return
-    for micro_batch in batch.micro_batches:
-        inputs = common.to_device(micro_batch, device)
-        loss_arguments = inputs.pop("loss_arguments")
-        loss_arguments["reference_log_probs"] = reference(**inputs).cpu()  # all-gathers
-    # FSDP would reshard the root in backward, which never comes.
-    reference.reset_iter_state()
-
-
-def forward_backward(
-    model: nn.Module,
-    batch: common.GlobalBatch,
-    old_log_probs: list[torch.Tensor],
-    config: Config,
-    device: torch.device,
-) -> torch.Tensor:
-    """Run forward and backward on all micro-batches; returns sums over all ranks, [MEASURED].
-
-    By default each rank accumulates unsharded gradients locally and reduce-scatters them once, on
-    the last micro-batch. This saves communication but needs memory for a full set of gradients.
-
-    Args:
-        old_log_probs: of each micro-batch, at the start of the step. The first inner step fills
-            the list.
-    """
-    # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
-    # FSDP averages gradients over the ranks, so multiply by their number to get a sum.
-    scale = dist.get_world_size() / batch.num_targets
-    total = torch.zeros(len(MEASURED), device=device)
-    for i, micro_batch in enumerate(batch.micro_batches):
-        last = i == len(batch.micro_batches) - 1
-        # NOTE: off by one here, and ranks train on their local gradients without an error.
-        model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
-        # HSDP only: accumulate shards of gradients, and all-reduce them over the replicas once.
-        model.set_requires_all_reduce(last)
-        # Without resharding after backward, the next micro-batch needs no all-gather.
-        model.set_reshard_after_backward(last or config.reshard_after_forward)
-        inputs = common.to_device(micro_batch, device)
-        loss_arguments = common.to_device(inputs.pop("loss_arguments"), device)
-        log_probs = model(**inputs)  # all-gathers
-        if i == len(old_log_probs):
-            # NOTE: not those from sampling, which rounds differently. So the ratio is exactly 1.
-            old_log_probs.append(log_probs.detach())
-        measured = policy_loss(log_probs, old_log_probs[i], **loss_arguments, config=config)
-        (measured[0] * scale).backward()  # all-gathers, and reduce-scatters if gradients sync
-        total += measured.detach()
-    dist.all_reduce(total)
-    return total
-
-
-def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Clip the gradient norm to `max_norm`; returns the norm before clipping."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    # NOTE: the norm is a DTensor, and its local value may cover only this rank's shards.
-    return norm.full_tensor()  # a collective, so call it on every rank
-
-
-def zero_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Free the gradients of a step.
-
-    NOTE: model.zero_grad() would miss some. While a module is unsharded, as the root is after a
-    validation, model.parameters() are not the sharded ones that have the gradients.
-    """
-    optimizer.zero_grad()
-
-
 # --- Conversations --------------------------------------------------------------------------------
 
 Messages = list[dict[str, str]]  # each with `role` and `content`
@@ -638,6 +445,199 @@ class AnswerBatches(common.Batches):
             "advantages": torch.from_numpy(advantages),
         }
         return micro_batch
+
+
+# --- Strategy -------------------------------------------------------------------------------------
+
+
+def init_process_group(config: Config) -> torch.device:
+    """Join the process group that torchrun set up; returns the device of this rank."""
+    timeout = timedelta(minutes=config.timeout_minutes)
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo", timeout=timeout)
+        return torch.device("cpu")
+    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if ranks > gpus:
+        advice = f'--nproc-per-node={gpus}, or CUDA_VISIBLE_DEVICES="" to train on CPUs'
+        common.refuse(f"{ranks} ranks cannot share {gpus} GPUs: use {advice}")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    if config.precision == "fp32":
+        # Use TF32 matmuls: several times faster, with 10 instead of 23 bits of mantissa.
+        torch.set_float32_matmul_precision("high")
+    # Sequences of many lengths fragment the allocator's memory; expandable segments avoid that.
+    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    # cuDNN attention builds a plan for each new shape, and while sampling each token has one.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # gloo beside NCCL handles tensors in CPU memory: Python objects and offloaded gradients.
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+    return device
+
+
+def dp_rank_and_size(config: Config) -> tuple[int, int]:
+    """Return this rank's index among the data-parallel ranks, and how many there are.
+
+    Here every rank trains on its own micro-batches of the global batch.
+    """
+    return dist.get_rank(), dist.get_world_size()
+
+
+def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    """Shard a model that is on the meta device, and give the shards memory and initial weights.
+
+    `fully_shard` turns the parameters of a module into DTensors and adds hooks to the module. An
+    all-gather before forward makes the parameters full, and they are freed after it. Another
+    all-gather comes before backward. After backward a reduce-scatter leaves each rank the averaged
+    gradient of its shard.
+
+    The order matters: activation checkpointing, then compile (the other way round, the compiled
+    block would be recomputed twice), then FSDP, whose hooks the compiler should not see.
+    """
+    blocks = transformer_blocks(model)
+    checkpoint_activations(blocks, config.activation_checkpointing)
+    if config.compile:
+        compile_blocks(blocks, config)
+
+    # HSDP: shard within a row of the mesh, replicate across rows (one row by default).
+    shards = dist.get_world_size() // config.dp_replicate
+    if config.dp_replicate == 1:
+        mesh = init_device_mesh(device.type, (shards,))
+    else:
+        mesh = init_device_mesh(
+            device.type, (config.dp_replicate, shards), mesh_dim_names=("replicate", "shard")
+        )
+    options: dict[str, Any] = {"mesh": mesh}
+    if config.precision != "fp32":
+        # Parameters are cast to bf16 as they are all-gathered, so blocks compute in bf16. The
+        # shards and the optimizer state stay fp32.
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+        )
+    if config.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+
+    initialize(model, modules_outside_blocks(model), config.seed, device)
+    if model.config.tie_word_embeddings:
+        model.tie_weights()  # `initialize` gave each module memory of its own, which unties them
+    # `fully_shard` claims only parameters that no submodule has claimed yet, so apply it bottom-up:
+    # blocks first, then the root. With the root alone, all parameters would be gathered at once.
+    for block in blocks:
+        # Initialize one block at a time, so that no rank ever holds more than one full block.
+        initialize(model, block.modules(), config.seed, device)
+        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
+    if not model.config.tie_word_embeddings:
+        # A tied embedding has to be in the same group as the head. An untied one can be freed
+        # during the step.
+        fully_shard(model.get_input_embeddings(), **options)
+    # The root claims the rest. Do not reshard it after forward, because backward starts with it.
+    fully_shard(model, reshard_after_forward=False, **options)
+    return model
+
+
+@contextlib.contextmanager
+def unsharded_parameters(model: nn.Module, config: Config) -> Iterator[None]:
+    """Sample in here: every rank holds all parameters, and a forward communicates nothing.
+
+    NOTE: with shards, each token would all-gather each block. And a rank whose answers have all
+    ended would leave the others waiting for its shards.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.unshard()  # an all-gather
+    model.set_reshard_after_forward(False)  # otherwise the first forward would free the blocks
+    attention = model.config._attn_implementation
+    if config.batching == "packed":
+        model.set_attn_implementation("sdpa")  # the prompts' padding needs a mask
+    # Sequences grow with every token, but compiled blocks need few lengths.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        yield
+    model.set_attn_implementation(attention)
+    for unit in units:
+        unit.reshard()
+    model.set_reshard_after_forward(config.reshard_after_forward)  # as in `parallelize`
+    model.set_reshard_after_forward(False, recurse=False)
+
+
+def optimizer_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that this rank's optimizer updates, with their names.
+
+    NOTE: call it after `parallelize`. An optimizer that was built before would hold the unsharded
+    parameters, which the model no longer uses.
+    """
+    return list(model.named_parameters())
+
+
+@torch.no_grad()
+def add_reference(
+    reference: nn.Module | None, batch: common.GlobalBatch, device: torch.device
+) -> None:
+    """Give each micro-batch the log-probabilities that the model of --init_from computes."""
+    if reference is None:
+        return
+    for micro_batch in batch.micro_batches:
+        inputs = common.to_device(micro_batch, device)
+        loss_arguments = inputs.pop("loss_arguments")
+        loss_arguments["reference_log_probs"] = reference(**inputs).cpu()  # all-gathers
+    # FSDP would reshard the root in backward, which never comes.
+    reference.reset_iter_state()
+
+
+def forward_backward(
+    model: nn.Module,
+    batch: common.GlobalBatch,
+    old_log_probs: list[torch.Tensor],
+    config: Config,
+    device: torch.device,
+) -> torch.Tensor:
+    """Run forward and backward on all micro-batches; returns sums over all ranks, [MEASURED].
+
+    By default each rank accumulates unsharded gradients locally and reduce-scatters them once, on
+    the last micro-batch. This saves communication but needs memory for a full set of gradients.
+
+    Args:
+        old_log_probs: of each micro-batch, at the start of the step. The first inner step fills
+            the list.
+    """
+    # The loss of a step is the sum over all target tokens, divided by their number in the global
+    # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
+    # FSDP averages gradients over the ranks, so multiply by their number to get a sum.
+    scale = dist.get_world_size() / batch.num_targets
+    total = torch.zeros(len(MEASURED), device=device)
+    for i, micro_batch in enumerate(batch.micro_batches):
+        last = i == len(batch.micro_batches) - 1
+        # NOTE: off by one here, and ranks train on their local gradients without an error.
+        model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
+        # HSDP only: accumulate shards of gradients, and all-reduce them over the replicas once.
+        model.set_requires_all_reduce(last)
+        # Without resharding after backward, the next micro-batch needs no all-gather.
+        model.set_reshard_after_backward(last or config.reshard_after_forward)
+        inputs = common.to_device(micro_batch, device)
+        loss_arguments = common.to_device(inputs.pop("loss_arguments"), device)
+        log_probs = model(**inputs)  # all-gathers
+        if i == len(old_log_probs):
+            # NOTE: not those from sampling, which rounds differently. So the ratio is exactly 1.
+            old_log_probs.append(log_probs.detach())
+        measured = policy_loss(log_probs, old_log_probs[i], **loss_arguments, config=config)
+        (measured[0] * scale).backward()  # all-gathers, and reduce-scatters if gradients sync
+        total += measured.detach()
+    dist.all_reduce(total)
+    return total
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Clip the gradient norm to `max_norm`; returns the norm before clipping."""
+    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+    # NOTE: the norm is a DTensor, and its local value may cover only this rank's shards.
+    return norm.full_tensor()  # a collective, so call it on every rank
+
+
+def zero_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Free the gradients of a step.
+
+    NOTE: model.zero_grad() would miss some. While a module is unsharded, as the root is after a
+    validation, model.parameters() are not the sharded ones that have the gradients.
+    """
+    optimizer.zero_grad()
 
 
 # --- Reward and loss ------------------------------------------------------------------------------

@@ -151,7 +151,7 @@ def run(flags: dict[str, Any], device: torch.device) -> dict[str, Any]:
         reference = script.parallelize(script.build_model(config, model_config), config, device)
         common.load_weights(reference, config.init_from)
     plumbing = SimpleNamespace(
-        config=config, tokenizer=tokenizer, device=device, stop_requested=False,
+        config=config, tokenizer=tokenizer, device=device, stop_requested=0,
         log=lambda line: None, timeout=timedelta(minutes=1),
     )  # fmt: skip
     measured = []

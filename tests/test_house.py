@@ -29,8 +29,8 @@ SECTIONS = {
     "fsdp2_sft.py": ["Config", "Conversations", "Strategy", *REST],
     "fsdp2_grpo.py": [
         "Config",
-        "Strategy",
         "Conversations",
+        "Strategy",
         "Reward and loss",
         "Sampling",
         *REST,
