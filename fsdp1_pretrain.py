@@ -100,8 +100,8 @@ class Config(common.RunFlags):
         0.1, "weight decay of matrices (embeddings, norms and biases have none)"
     )
     grad_clip: NonNegativeFloat = flag(1.0, "clip the gradient norm to this; 0 disables clipping")
-    eval_every: PositiveInt = flag(100, "steps between validations")
-    eval_batches: PositiveInt = flag(100, "micro-batches of one validation, over all ranks")
+    eval_every: PositiveInt = flag(200, "steps between validations")
+    eval_batches: PositiveInt = flag(256, "micro-batches of one validation, over all ranks")
 
     # precision, memory and speed
     precision: Literal["auto", "fp32", "bf16"] = flag(

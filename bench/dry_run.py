@@ -51,7 +51,7 @@ import common  # noqa: E402
 
 SCRIPTS = [*(f"{name}_pretrain" for name in shared.STRATEGIES + shared.INSIDE), "fsdp2_sft"]
 CPU = torch.device("cpu")
-ATTENTION = {  # on this CPU, which the registry lacks: how to count, and of how many tensors
+ATTENTION = {  # the CPU's, which the registry lacks: how to count it, from how many tensors
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
         sdpa_backward_flop_count, 4,
@@ -68,23 +68,23 @@ def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def nbytes(tensors: Iterable[torch.Tensor]) -> int:
-    """Bytes of the storages behind the tensors, each counted once."""
+    """Return the bytes of the storages behind the tensors, each counted once."""
     return sum({storage._cdata: storage.nbytes() for storage in map(storage_of, tensors)}.values())
 
 
 @dataclasses.dataclass
 class Piece:
-    """A storage that is alive."""
+    """A living storage."""
 
     kind: str
     bytes: int
 
 
 class Watch(collectives.Ledger):
-    """Also how much memory is held, and for what.
+    """Also tracks how much memory is held, and for what.
 
-    Works on real and on fake tensors, under every strategy. (torch's own MemTracker knows FSDP2
-    alone: its module hooks fail with FSDP1 and DDP.)
+    Works on real and on fake tensors, under every strategy. (PyTorch's own MemTracker only supports
+    FSDP2: its module hooks fail with FSDP1 and DDP.)
     """
 
     def __init__(self) -> None:
@@ -92,14 +92,14 @@ class Watch(collectives.Ledger):
         self.flops = 0
         self.pieces: WeakIdKeyDictionary = WeakIdKeyDictionary()  # storage -> Piece
         self.held: Counter[str] = Counter()  # bytes, by kind
-        self.peak: dict[str, int] = {}  # when most is held on the device
-        self.elsewhere: tuple[str, ...] = ()  # kinds that are elsewhere
+        self.peak: dict[str, int] = {}  # at the moment when the device holds most
+        self.elsewhere: tuple[str, ...] = ()  # kinds that are not on the device
 
     def __enter__(self) -> "Watch":
         resize, watch = torch.UntypedStorage.resize_, self
 
         def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            """How FSDP frees the parameters that it gathered, and gets them back."""
+            """FSDP calls this to free the parameters that it gathered, and to get memory again."""
             result = resize(storage, size)
             watch.add(storage, "gathered parameters")
             return result
@@ -113,10 +113,7 @@ class Watch(collectives.Ledger):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            return 1.0 if args[0].is_floating_point() else 1  # fake tensors hold no numbers
-        if func is torch.ops.aten.index.Tensor and isinstance(args[1][0], FakeTensor):
-            if args[1][0].dtype == torch.bool:  # which are true is not known: all of them
-                args = (args[0], [torch.arange(args[0].shape[0])])
+            return 1.0 if args[0].is_floating_point() else 1  # fake tensors have no numbers
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if result is NotImplemented:
             return result
@@ -125,13 +122,13 @@ class Watch(collectives.Ledger):
             self.flops += flop_registry[packet](*args, **kwargs or {}, out_val=result)
         elif packet in ATTENTION:
             forward, tensors = ATTENTION[packet]
-            self.flops += forward(*(x.shape for x in args[:tensors])) // 2  # causal: half of it
-        elif packet is torch.ops.aten._grouped_mm:  # of experts; the registry lacks it too
+            self.flops += forward(*(x.shape for x in args[:tensors])) // 2  # causal: half of them
+        elif packet is torch.ops.aten._grouped_mm:  # the registry lacks it too
             self.flops += 2 * math.prod(args[0].shape[-2:]) * args[1].shape[-1]
-        if func._opname == "split_with_sizes_copy":  # FSDP2 takes a gathered tensor apart
+        if func._opname == "split_with_sizes_copy":  # FSDP2 splits a gathered tensor
             for tensor in kwargs["out"]:
                 self.add(tensor.untyped_storage(), "gathered parameters")
-        # What forward makes is kept for backward, or soon gone.
+        # What forward creates is kept for backward, or soon freed.
         kind = "activations" if torch._C._current_graph_task_id() == -1 else "backward"
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
@@ -140,7 +137,7 @@ class Watch(collectives.Ledger):
 
     def note(self, func: Any, arguments: tuple, result: Any) -> None:
         super().note(func, arguments, result)
-        if func.namespace != "c10d":  # functional: activations, inside a layer or along a row
+        if func.namespace != "c10d":  # functional collectives, of TP, CP and EP: activations
             return
         kind = {"all-gather": "gathered parameters", "reduce-scatter": "gradients"}
         for tensor in tree_leaves(arguments[0]):  # the output
@@ -148,7 +145,7 @@ class Watch(collectives.Ledger):
                 self.add(tensor.untyped_storage(), kind.get(self.calls[-1].kind))
 
     def add(self, storage: torch.UntypedStorage, kind: str | None, known_better: bool = True):
-        """A storage was made, or is now known to be of a kind, or has another size."""
+        """Note that a storage was created, is now known to be of a kind, or has another size."""
         piece = self.pieces.get(storage)
         if piece is None:
             piece = self.pieces[storage] = Piece(kind or "activations", 0)
@@ -165,7 +162,7 @@ class Watch(collectives.Ledger):
         return sum(size for kind, size in held.items() if kind not in self.elsewhere)
 
     def restart(self) -> None:
-        """Forget what has been seen but for what is held now."""
+        """Forget what has been seen, except for what is held now."""
         self.calls, self.peak, self.flops = [], {}, 0
 
     def freed(self, piece: Piece) -> None:
@@ -176,7 +173,7 @@ class Watch(collectives.Ledger):
 
 
 def be_rank(rank: int, ranks: int, ranks_per_node: int) -> None:
-    """What torchrun would tell a process."""
+    """Set the environment variables that torchrun would set."""
     local_ranks = min(ranks, ranks_per_node)
     told = {"RANK": rank, "LOCAL_RANK": rank % local_ranks, "LOCAL_WORLD_SIZE": local_ranks}
     os.environ |= {name: str(value) for name, value in told.items()}
@@ -185,11 +182,11 @@ def be_rank(rank: int, ranks: int, ranks_per_node: int) -> None:
 
 @contextlib.contextmanager
 def fake_ranks() -> Iterator[None]:
-    """This process is the rank that `be_rank` has made it, of ranks of which no other exists."""
+    """Join a fake process group as the rank that `be_rank` has set. No other rank exists."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    _clear_sharding_prop_cache()  # it may remember groups of another rank
+    _clear_sharding_prop_cache()  # it may hold groups of another rank
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
     try:
@@ -211,7 +208,7 @@ def allocate(
 
 
 def unseen(function: Callable) -> Callable:
-    """`function`, neither watched nor on fake tensors."""
+    """Return `function`, so that it is neither watched nor runs on fake tensors."""
 
     def wrapped(*arguments: Any, **keywords: Any) -> Any:
         with _disable_current_modes():
@@ -230,23 +227,23 @@ def exchange_evenly(expert_of_row: torch.Tensor, num_experts: int, group: Any) -
     return all_to_all_single_autograd(counts, None, None, group), rows, rows
 
 
-def of_any_precision(products: Callable) -> Callable:
-    """Shapes of grouped products in fp32 as well, which torch computes, but knows no shapes of."""
+def of_any_precision(grouped_mm: Callable) -> Callable:
+    """Allow grouped matmuls in fp32: PyTorch computes them, but not their shapes."""
 
     def shapes(a: torch.Tensor, b: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        result = products(a.bfloat16(), b.bfloat16(), *arguments, **keywords)
+        result = grouped_mm(a.bfloat16(), b.bfloat16(), *arguments, **keywords)
         return result.to(a.dtype)
 
     return shapes
 
 
 def without_others(parallel: type) -> type:
-    """DDP that asks no other rank at its start, and whose all-reduce is seen by `Watch`."""
+    """Return a DDP that needs no other rank at its start, and whose all-reduce `Watch` sees."""
 
     compute = dist._compute_bucket_assignment_by_size
 
     def as_rebuilt(parameters: list, limits: list, *more: Any) -> tuple[list, list]:
-        """After its first step DDP makes new buckets, in about the reverse order of parameters."""
+        """DDP rebuilds its buckets after the first step, in about reverse order of parameters."""
         limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 * MIB]
         buckets, limits = compute(parameters[::-1], limits, *more)
         last = len(parameters) - 1
@@ -259,7 +256,7 @@ def without_others(parallel: type) -> type:
         return done
 
     class Reducer:
-        """DDP's own, which already has the buckets that it would make now from the order seen."""
+        """DDP's own, which already has the buckets that it would now rebuild."""
 
         def __init__(self, reducer: Any):
             self.reducer = reducer
@@ -283,7 +280,7 @@ def without_others(parallel: type) -> type:
 
 @contextlib.contextmanager
 def adapted(script: Any) -> Iterator[None]:
-    """Replace what would look into tensors; strategy and train step stay the script's own."""
+    """Replace what needs real numbers or ranks. Strategy and train step stay the script's own."""
     import torch.distributed.fsdp._flat_param as fsdp1
     import torch.nn.parallel.distributed as ddp
     import transformers.masking_utils as masking
@@ -294,16 +291,16 @@ def adapted(script: Any) -> Iterator[None]:
         (script, "initialize", allocate),
         (ddp, "_verify_param_shape_across_processes", lambda *_: None),
         (fsdp1, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0),
-        # For fake tensors, transformers makes masks that it would leave out for real ones.
+        # For fake tensors, transformers creates masks that it leaves out for real ones.
         (masking, "is_tracing", lambda *_: False),
     ]
-    # DTensor tries out whole shapes, in a fake mode of its own.
+    # DTensor tries operators on full shapes, in a fake mode of its own.
     trial = ShardingPropagator, "_propagate_tensor_meta_non_cached"
     for owner, name in (trial, (DeviceMesh, "__init__")):
         changes.append((owner, name, unseen(getattr(owner, name))))
-    products = torch._meta_registrations._meta_grouped_mm_common
+    grouped_mm = torch._meta_registrations._meta_grouped_mm_common
     changes.append(
-        (torch._meta_registrations, "_meta_grouped_mm_common", of_any_precision(products))
+        (torch._meta_registrations, "_meta_grouped_mm_common", of_any_precision(grouped_mm))
     )
     changes.append(
         (dist, "new_subgroups_by_enumeration", unseen(dist.new_subgroups_by_enumeration))
@@ -328,12 +325,12 @@ def adapted(script: Any) -> Iterator[None]:
 
 @dataclasses.dataclass
 class Report:
-    """What one rank keeps and moves in an optimizer step; sizes in bytes."""
+    """Memory and communication of one rank in an optimizer step; sizes in bytes."""
 
     rank: int
     ranks: int
     numbers: int  # parameters of the model
-    own: int  # and of the stage, if it is cut into stages
+    own: int  # parameters of the stage, if there are stages
     micro_batches: int
     elsewhere: tuple[str, ...]  # kinds of memory that are offloaded
     parameters: int
@@ -342,8 +339,8 @@ class Report:
     peak: dict[str, int]
     calls: list[collectives.Collective]
     flops: int
-    root: list[torch.Size]  # shapes of the parameters outside of the transformer blocks
-    experts: list[torch.Size]  # and of those of experts, [experts, ...]
+    root: list[torch.Size]  # shapes of the parameters in the root's FSDP unit
+    experts: list[torch.Size]  # shapes of the experts' parameters, [experts, ...]
     shape: Any  # the model's configuration
 
     @property
@@ -352,23 +349,24 @@ class Report:
 
     @property
     def on_device(self) -> int:
-        """The peak, without what is offloaded."""
+        """Return the peak, without what is offloaded."""
         return sum(size for kind, size in self.peak.items() if kind not in self.elsewhere)
 
 
 def observe(
     script: Any, config: Any, model: Any, optimizer: Any, batch: Any, watch: Watch
 ) -> tuple[int, int, int]:
-    """One optimizer step of the script under `watch`, its second; bytes of what the rank keeps.
+    """Watch the second optimizer step of a script.
+
+    The first step creates the AdamW moments, and makes DDP's gradients views of its buckets.
 
     Returns:
-        Those of parameters, gradients and moments. The first step makes the moments, and DDP's
-        gradients views of its buckets, which they stay.
+        Bytes of this rank's parameters, gradients and moments.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     script.train_step(model, optimizer, batch, 0.0, config, CPU)
     moments = [value for state in optimizer.state.values() for value in state.values()]
-    for storage in list(watch.pieces):  # what else is there are DDP's buckets, and a few KiB
+    for storage in list(watch.pieces):  # those left are DDP's buckets, and a few KiB
         watch.add(storage, "gradients")
     for kind, tensors in {"parameters": parameters, "optimizer state": moments}.items():
         for tensor in tensors:
@@ -383,7 +381,7 @@ def observe(
 
 
 def shape_of(config: Any) -> tuple[int, int]:
-    """Return the sequences of a micro-batch and their length, the longest; packed: one sequence."""
+    """Return the number of sequences of a micro-batch and their length, the longest."""
     micro, multiple = config.micro_batch_tokens, config.pad_to_multiple_of
     length = math.ceil(config.max_length / multiple) * multiple
     return (1, micro) if config.batching == "packed" else (micro // length, length)
@@ -476,15 +474,15 @@ def has_embedding_unit(script: Any, config: Any, shape: Any) -> bool:
 def closed_form(
     report: Report, script: Any, config: Any, numbers: float, experts: float = 0
 ) -> tuple[float, str]:
-    """Bytes that a rank sends in a step by the textbook, for so many parameters; the formula.
+    """Return the bytes that a rank sends in a step by the textbook, and the formula.
 
     P: bytes of the parameters as they are gathered, G: of the gradients as they are reduced, N:
-    ranks, k: micro-batches a step, S: ranks that shard, R: replicas (N = S R). With expert
-    parallelism X and Y are P and G of a rank's `experts`, an E-th of all, which are not in
-    `numbers`. What ranks send inside a layer or along a row (`sent_inside`) is not in it.
+    ranks, k: micro-batches per step, S: ranks that shard, R: replicas (N = S R). With EP, X and Y
+    are P and G of a rank's `experts`, 1/E of all, which are not in `numbers`. `sent_inside` adds
+    what TP, CP, EP and PP send.
     """
     gathered, gradients = size_of_compute(config) * numbers, 4 * numbers
-    ranks = report.ranks // getattr(config, "tensor_parallel", 1)  # that have the same part
+    ranks = report.ranks // getattr(config, "tensor_parallel", 1)  # with the same part of the model
     ranks //= getattr(config, "pipeline_parallel", 1)
     micro_batches = report.micro_batches
     if script.__name__ == "ddp_pretrain":
@@ -505,7 +503,7 @@ def closed_form(
     if shards == ranks:
         return sent, formula.replace("S", "N")
     replicas = ranks // shards
-    fsdp1 = hasattr(config, "sharding_strategy")  # FSDP2 adds up shards and all-reduces them once
+    fsdp1 = hasattr(config, "sharding_strategy")  # FSDP2 accumulates shards and all-reduces once
     all_reduces, times = (micro_batches, "k") if fsdp1 and every else (1, "")
     sent += all_reduces * 2 * gradients / shards * (replicas - 1) / replicas
     return sent, f"{formula} + {times}2(G/S)(R-1)/R"
@@ -522,14 +520,14 @@ def reduces_every_micro_batch(config: Any) -> bool:
 
 
 def keeps_between_micro_batches(config: Any) -> bool:
-    """Whether parameters stay whole from the first micro-batch to the last."""
+    """Return whether parameters stay unsharded from the first micro-batch to the last."""
     if hasattr(config, "sharding_strategy"):
         return config.sharding_strategy == "shard_grad_op" and not reduces_every_micro_batch(config)
-    return not getattr(config, "reshard_after_forward", False)  # never in a pipeline
+    return not getattr(config, "reshard_after_forward", False)  # a pipeline has no such flag
 
 
 def gathers_of_block(config: Any) -> int:
-    """How often a micro-batch gathers a block's parameters."""
+    """Return how often a micro-batch gathers a block's parameters."""
     if hasattr(config, "sharding_strategy"):
         return 1 if config.sharding_strategy == "shard_grad_op" else 2
     return 1 if keeps_between_micro_batches(config) else 2
@@ -546,13 +544,14 @@ def shards_of(report: Report, config: Any) -> int:
 
 
 def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
-    """Bytes that a rank sends in the blocks for tensor, context or expert parallelism or between
-    stages, their formula, and what embedding, norms, head and loss add.
+    """Return the bytes that a rank sends for TP, CP, EP or PP, and their formula.
 
-    L: blocks, T, C or E: ranks that share a layer, a row or the experts, A: bytes of a
-    micro-batch's [tokens, hidden size], A': these for each expert of a token, Q and K: of its
-    queries and keys (these as often as C exceeds their heads). R blocks are computed again, up to
-    the last tensor that backward needs, and send again.
+    Also returns what embedding, norms, head and loss add.
+
+    L: blocks, T, C or E: ranks of a group, A: bytes of a micro-batch's [tokens, hidden size], A':
+    the same for each expert of a token, Q and K: bytes of its queries and keys (K/V heads are
+    repeated if C exceeds them). R blocks are recomputed, up to the last tensor that backward needs,
+    and send again.
     """
     shape, (sequences, length) = report.shape, shape_of(config)
     tokens, size = sequences * length * report.micro_batches, size_of_compute(config)
@@ -562,8 +561,8 @@ def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
         again = int(blocks * float(config.activation_checkpointing))
     if ranks := getattr(config, "tensor_parallel", 0):
         share = tokens * shape.hidden_size * size * (ranks - 1) / ranks
-        # Embedding and head: one each way. All-reduced: of the loss three numbers a token, and the
-        # gradients of the norms' weights.
+        # Embedding and head: one each way. All-reduced: three numbers per token for the loss, and
+        # the gradients of the norms' weights.
         norms = (2 * blocks + 1) * shape.hidden_size * 4
         ends = 4 * share + 2 * (3 * 4 * tokens + norms) * (ranks - 1) / ranks
         times = "(8L+3R)" if again else "8L"
@@ -577,12 +576,12 @@ def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
     if ranks := getattr(config, "expert_parallel", 0):
         layers, chosen = len(report.experts) // 2, shape.num_experts_per_tok
         share = chosen * tokens * shape.hidden_size * size * (ranks - 1) / ranks
-        times = "(4L+2R)" if again else "4L"  # a token goes to each of its experts and back
+        times = "(4L+2R)" if again else "4L"  # a token travels to each of its experts and back
         return (4 * layers + 2 * again) * share, f" + {times}kA'(E-1)/E", 0.0
     if (stages := getattr(config, "pipeline_parallel", 1)) > 1:
         stage = report.rank * stages // report.ranks
         neighbours = 1 if stage in (0, stages - 1) else 2
-        # Hidden states to the next one, their gradients to the one before, padded to one shape.
+        # Hidden states go to the next stage, and their gradients to the one before.
         hidden = config.micro_batch_tokens * shape.hidden_size * size
         embedding = report.root[0].numel() * 4 / shards_of(report, config)
         tied = shape.tie_word_embeddings and neighbours == 1
@@ -592,14 +591,14 @@ def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
 
 
 def closed_form_of(report: Report, script: Any, config: Any) -> tuple[float, str, dict[str, float]]:
-    """Closed form in bytes that a rank sends, its formula, and what is to be added to it, by why.
+    """Return the closed form in bytes, its formula, and what to add to it: reason -> bytes.
 
-    The root (embedding, last norm, head) stays whole between forward and backward, so it is
-    gathered once, not twice.
+    The root (last norm, head and a tied embedding) stays unsharded between forward and backward,
+    so it is gathered once, not twice.
     """
-    together = getattr(config, "tensor_parallel", 1)  # ranks that have a part of each layer
+    tensor_parallel = getattr(config, "tensor_parallel", 1)
     shards, parts = shards_of(report, config), {}
-    numbers, held = report.own // together, report.parameters * shards // 4
+    numbers, held = report.own // tensor_parallel, report.parameters * shards // 4
     experts = held_experts = 0
     if share := getattr(config, "expert_parallel", 0):
         groups = report.ranks // share
@@ -615,9 +614,9 @@ def closed_form_of(report: Report, script: Any, config: Any) -> tuple[float, str
     expected, formula = closed_form(report, script, config, numbers, experts)
     if script.__name__ != "ddp_pretrain" and shards > 1:
         padding = closed_form(report, script, config, held, held_experts)[0] - expected
-        # FSDP2 shards rows; those of matrices the ranks of a layer have shared out already.
+        # FSDP2 shards rows. Those of matrices are already split over the TP group.
         root = [
-            [shape[0] // together if len(shape) > 1 else shape[0], shape[1:].numel()]
+            [shape[0] // tensor_parallel if len(shape) > 1 else shape[0], shape[1:].numel()]
             for shape in report.root
         ]
         if hasattr(config, "sharding_strategy"):  # FSDP1 shards one flat parameter
@@ -627,8 +626,8 @@ def closed_form_of(report: Report, script: Any, config: Any) -> tuple[float, str
         share = gathers * size_of_compute(config) * numbers * (shards - 1) / shards
         parts["as the root (embedding, last norm, head) is gathered once per micro-batch"] = -share
         if has_embedding_unit(script, config, report.shape) and keeps_between_micro_batches(config):
-            # It is freed after forward all the same.
-            rows = math.ceil(report.shape.vocab_size // together / shards) * shards
+            # It is freed after forward nevertheless.
+            rows = math.ceil(report.shape.vocab_size // tensor_parallel / shards) * shards
             again = report.micro_batches * size_of_compute(config) * rows * report.shape.hidden_size
             parts["as backward gathers the untied embedding"] = again * (shards - 1) / shards
         parts["for shards of equal size"] = padding
@@ -639,7 +638,7 @@ def closed_form_of(report: Report, script: Any, config: Any) -> tuple[float, str
 
 
 def explain(report: Report, script: Any, config: Any) -> str:
-    """What was sent beside the closed form, and where the difference comes from."""
+    """Say what was sent beside the closed form, and where the difference comes from."""
     expected, formula, parts = closed_form_of(report, script, config)
     line = f"sent by a rank: {report.sent / MIB:,.2f} MiB; {formula} is {expected / MIB:,.2f} MiB"
     if not expected:
@@ -682,13 +681,13 @@ def describe(report: Report, script: Any, config: Any, options: argparse.Namespa
 
 
 def elsewhere(config: Any) -> tuple[str, ...]:
-    """Kinds of memory that are offloaded."""
+    """Return the kinds of memory that are offloaded."""
     offloads = getattr(config, "cpu_offload", False)
     return ("parameters", "gradients", "optimizer state") if offloads else ()
 
 
 def estimate(report: Report, options: argparse.Namespace) -> str:
-    """Step time from FLOPs and bytes alone: kernels at that speed, links never idle or shared."""
+    """Say how long FLOPs and bytes take, if kernels and links are never slower than given."""
     compute = report.flops / (options.tflops * 1e12)
     network = report.sent * 8 / (options.link_gbps * 1e9)
     bound = "computing" if compute > network else "the network"
@@ -701,7 +700,7 @@ def estimate(report: Report, options: argparse.Namespace) -> str:
 
 
 def advice(report: Report, script: Any, config: Any, options: argparse.Namespace) -> str:
-    """Whether it fits, and what to turn on, each with its measured effect, until it does."""
+    """Say whether it fits, and what to change until it does, each with its effect."""
     room = 0.9 * options.memory_gib * GIB  # the allocator and NCCL need some
     verdict = "fits" if report.on_device <= room else "does not fit"
     lines = [f"\n{verdict} {options.memory_gib:g} GiB if a tenth stays free"]
@@ -720,7 +719,7 @@ def advice(report: Report, script: Any, config: Any, options: argparse.Namespace
 
 
 def next_step(script: Any, config: Any) -> tuple[Any, Any, str] | None:
-    """What to turn on next: the cheapest in time first. None if everything is on."""
+    """Return what to change next, the cheapest in time first, or None."""
     config = dataclasses.replace(config)
     if config.activation_checkpointing == "none":
         config.activation_checkpointing = "selective"
@@ -734,7 +733,7 @@ def next_step(script: Any, config: Any) -> tuple[Any, Any, str] | None:
         return script, config, "--activation_checkpointing full"
     half, odd = divmod(config.micro_batch_tokens, 2)
     if half >= config.max_length and not odd:
-        config.micro_batch_tokens = half  # the global batch stays: twice the micro-batches
+        config.micro_batch_tokens = half  # and twice as many of them
         return script, config, f"--micro_batch_tokens {half}"
     if hasattr(config, "reduce_every_micro_batch") and not config.reduce_every_micro_batch:
         config.reduce_every_micro_batch = True
@@ -746,24 +745,26 @@ def next_step(script: Any, config: Any) -> tuple[Any, Any, str] | None:
 
 
 def read_options() -> tuple[argparse.Namespace, list[str]]:
-    """The options of this program, and the words that are the script's flags."""
+    """Return the options of this program, and the words that are the script's flags."""
     parser = shared.parser(__doc__)
     parser.add_argument("script", choices=[f"{name}.py" for name in SCRIPTS])
     parser.add_argument("--ranks", type=shared.positive, required=True, help="GPUs of the run")
-    parser.add_argument("--rank", type=int, default=0, help="the one to tell of")
+    parser.add_argument("--rank", type=int, default=0, help="the rank to describe")
     parser.add_argument(
         "--ranks_per_node", type=shared.positive, default=8, help="for FSDP1's hybrid_shard"
     )
-    parser.add_argument("--vocabulary", type=int, help="ids, in place of loading --tokenizer")
-    parser.add_argument("--memory_gib", type=float, help="of a GPU: does it fit?")
-    parser.add_argument("--link_gbps", type=float, help="Gbit/s of a rank's link")
-    parser.add_argument("--tflops", type=float, help="TFLOP/s that the kernels reach")
+    parser.add_argument(
+        "--vocabulary", type=int, help="number of ids, instead of loading --tokenizer"
+    )
+    parser.add_argument("--memory_gib", type=float, help="memory of a GPU: does the run fit?")
+    parser.add_argument("--link_gbps", type=float, help="speed of a rank's link, in Gbit/s")
+    parser.add_argument("--tflops", type=float, help="speed of the kernels, in TFLOP/s")
     for name, kind in {
         "precision": str,
         "micro_batch_tokens": int,
         "global_batch_tokens": int,
     }.items():
-        parser.add_argument(f"--{name}", type=kind, help="the script's")
+        parser.add_argument(f"--{name}", type=kind, help="as in the script")
     return parser.parse_known_args()
 
 

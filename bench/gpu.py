@@ -1,12 +1,12 @@
-"""Model FLOPs utilization (MFU), tokens/s and memory on GPUs, setting by setting.
+"""Model FLOPs utilization (MFU), tokens per second and memory on GPUs, setting by setting.
 
     torchrun --standalone --nproc-per-node=1 bench/gpu.py
 
-qwen2-0.5b's shape with the GPT-2 vocabulary, rows of up to 2,048 random tokens, bf16. With two GPUs
-also pipeline parallelism with 8 micro-batches a step, tensor and context parallelism, the latter
-beside FSDP2 with rows of 16,384. Every setting builds the script's own model and optimizer and runs
-its own train step. Prints a line a setting and writes docs/gpu.json. Without a GPU a small model
-shows that this program works; its numbers mean nothing.
+qwen2-0.5b's shape with the GPT-2 vocabulary, sequences of up to 2,048 random tokens, bf16. With two
+GPUs also PP with 8 micro-batches per step, TP, and CP beside FSDP2 with sequences of 16,384. Every
+setting builds the script's own model and optimizer and runs its own train step. Prints a line for
+each setting and writes docs/gpu.json. Without a GPU, a small model shows that this program works,
+but its numbers mean nothing.
 """
 
 import gc
@@ -14,6 +14,7 @@ import importlib
 import json
 import math
 import os
+import resource
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ BASE: dict[str, Any] = {
     "model": "qwen2-0.5b" if CUDA else "tiny", "precision": "bf16", "compile": CUDA,
     "max_length": 2048, "micro_batch_tokens": 16384 if CUDA else 4096, "pad_to_multiple_of": 256,
 }  # fmt: skip
-ONE_ROW = {"max_length": BASE["micro_batch_tokens"]}  # as long as a micro-batch
+ONE_SEQUENCE = {"max_length": BASE["micro_batch_tokens"]}  # as long as a micro-batch
 SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "DDP": ("ddp", {}),
     "FSDP1": ("fsdp1", {}),
@@ -46,73 +47,77 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "FSDP2, ragged": ("fsdp2", {}),
     "FSDP2, ragged, packed": ("fsdp2", {"batching": "packed"}),
     "FSDP2, 2 stages": ("fsdp2_pp", {"pipeline_parallel": 2}),
-    "FSDP2, 2 a layer": ("fsdp2_tp", {"tensor_parallel": 2}),
-    "FSDP2, one row": ("fsdp2", ONE_ROW),
-    "FSDP2, one row, 2 a row": ("fsdp2_cp", ONE_ROW | {"context_parallel": 2}),
+    "FSDP2, TP of 2": ("fsdp2_tp", {"tensor_parallel": 2}),
+    "FSDP2, one sequence": ("fsdp2", ONE_SEQUENCE),
+    "FSDP2, one sequence, CP of 2": ("fsdp2_cp", ONE_SEQUENCE | {"context_parallel": 2}),
 }
 
 
-class RandomRows:
-    """Replace common.Sequences: full sequences, or ragged ones like documents. No download."""
+class RandomSequences:
+    """Stands in for common.Sequences: all of the longest length, or ragged as documents are."""
 
     def __init__(self, ragged: bool, longest: int):
         drawn = np.random.default_rng(0).lognormal(6, 1, 20_000).astype(np.int64)
         self.lengths = np.clip(drawn, 16, longest) if ragged else np.full(20_000, longest)
         self.num_targets = self.lengths
 
-    def read(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        size = self.lengths[row] + 1
-        tokens = np.random.default_rng(row).integers(VOCABULARY, size=size, dtype=np.uint32)
+    def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        size = self.lengths[i] + 1
+        tokens = np.random.default_rng(i).integers(VOCABULARY, size=size)
         return tokens, np.ones(size, bool)
 
 
-def ranks_together(flags: dict[str, Any]) -> int:
-    """How many ranks work on the same rows."""
+def group_size(flags: dict[str, Any]) -> int:
+    """Return how many ranks work on the same sequences."""
     groups = ("tensor_parallel", "context_parallel", "pipeline_parallel")
     return math.prod(flags.get(name, 1) for name in groups)
 
 
 def script_and_config(what: str, ranks: int) -> tuple[Any, Any]:
-    """Of a setting; each rank with data of its own has one micro-batch a step, in a pipeline 8."""
+    """Return those of a setting; a step is one micro-batch per data-parallel rank, in PP 8."""
     strategy, flags = SETTINGS[what]
     script = importlib.import_module(f"{strategy}_pretrain")
     micro_batches = 8 if strategy == "fsdp2_pp" else 1
-    shares = ranks // ranks_together(flags) * micro_batches
-    tokens = {"global_batch_tokens": BASE["micro_batch_tokens"] * shares}
+    accumulation = ranks // group_size(flags) * micro_batches
+    tokens = {"global_batch_tokens": BASE["micro_batch_tokens"] * accumulation}
     return script, script.Config(**BASE | flags | tokens)
 
 
 def measure(what: str) -> dict[str, Any]:
-    """Some steps of a script; tokens per second without padding, MFU, peak memory in GiB."""
+    """Run some steps; returns tokens per second without padding, MFU, and peak memory in GiB."""
     ranks = dist.get_world_size()
     script, config = script_and_config(what, ranks)
-    rows = RandomRows("ragged" in what, config.max_length)
-    training = common.Batches(rows, config, padding_id=0)
-    tokenizer = SimpleNamespace(get_vocab=lambda: {"last": VOCABULARY - 1}, eos_token_id=None)
+    sequences = RandomSequences("ragged" in what, config.max_length)
+    training = common.Batches(sequences, config, padding_id=0)
+    tokenizer = SimpleNamespace(get_vocab=lambda: {"the last": VOCABULARY - 1}, eos_token_id=None)
     model_config = script.build_model_config(config, tokenizer)
     data = SimpleNamespace(training=training, model_config=model_config)
     session = Session(script, config, data)
     peak_flops = PEAK and PEAK * ranks
-    shapes = {training.shape(part): part for part in training.plan(0)[: 500 * config.compile]}
-    for part in shapes.values():  # compile each before the clock runs
-        micro_batch = training.collate(part)
+    shapes = {
+        training.shape(indices): indices for indices in training.plan(0)[: 500 * config.compile]
+    }
+    for indices in shapes.values():  # compile each before the clock runs
+        micro_batch = training.collate(indices)
         stages = getattr(config, "pipeline_parallel", 1)
         session.train_step(common.GlobalBatch([micro_batch] * stages, 1, 1, 1, 0.0))
-    read = flops = 0
+    tokens = flops = 0
     for step, batch in enumerate(session.batches(0, WARM + STEPS)):
         if step == WARM:
             if CUDA:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
             started = time.perf_counter()
-        session.train_step(batch, 1e-4)  # returns numbers, so the GPU has ended the step
+        session.train_step(batch, 1e-4)  # it returns numbers, so the GPU has finished the step
         if step >= WARM:
-            read += batch.num_tokens
+            tokens += batch.num_tokens
             flops += common.step_flops(session.full, batch)
     seconds = time.perf_counter() - started
-    peak_memory = torch.cuda.max_memory_allocated() if CUDA else 0
+    peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    if CUDA:
+        peak_memory = torch.cuda.max_memory_allocated()
     return {
-        "tokens_per_second": read / seconds,
+        "tokens_per_second": tokens / seconds,
         "mfu": peak_flops and flops / seconds / peak_flops,
         "peak_gib": peak_memory / 2**30,
         "step_seconds": seconds / STEPS,
@@ -125,13 +130,13 @@ def main() -> None:
     script.init_process_group(config)
     table: dict[str, dict] = {}
     for what, (_, flags) in SETTINGS.items():
-        if dist.get_world_size() % ranks_together(flags):
+        if dist.get_world_size() % group_size(flags):
             continue
         try:
             table[what] = measure(what)
         except torch.OutOfMemoryError as error:
             table[what] = {"error": str(error).split(".")[0]}
-        gc.collect()  # the next one's peak must not count this model, also after an error
+        gc.collect()  # the next one's peak must not count this model
         torch._dynamo.reset()
         if CUDA:
             torch.cuda.empty_cache()

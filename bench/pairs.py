@@ -1,13 +1,15 @@
-"""Which script's checkpoint can go on in which script: all pairs and both styles, for docs/runs.md.
+"""Which script can resume which script's checkpoint: all pairs, in both checkpoint styles.
 
     torchrun --standalone --nproc-per-node=2 bench/pairs.py
 
-Each writer trains 2 steps, saves in each style and trains 2 more. Each reader loads every one of
-these checkpoints into a model of other weights and trains the same 2 steps. A table cell says what
-differs: losses, moments of AdamW as loaded (to the last bit), or nothing: "equal". Losses are
-compared to the last bit too, but to 2e-6 where ranks share layers, rows, the blocks or experts, and
-so sum otherwise. The first table is of a dense model, the second of a mixture of experts, whose
-routers' biases are neither parameters nor moments: losses show whether they came along.
+Each writer trains 2 steps, saves in each style, and trains 2 more. Each reader loads each of these
+checkpoints into a model with other weights and trains the same 2 steps. A cell of the table says
+what differs: the losses, the AdamW moments as loaded (to the last bit), or nothing: "equal". Losses
+are compared to the last bit too, or to 2e-6 if a TP, CP, PP or EP group sums in another order.
+
+The first table, which docs/runs.md shows, is for a dense model. The second is for an MoE model. The
+biases of its routers are neither parameters nor moments, so the losses show whether they are in the
+checkpoint. (Only EP moves them, so it stops doing so when it has saved.)
 """
 
 import logging
@@ -18,7 +20,6 @@ from typing import Any
 import shared
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from shared import Session
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
@@ -36,14 +37,14 @@ SCRIPTS = {"ddp": ddp_pretrain, "fsdp1": fsdp1_pretrain, "fsdp2": fsdp2_pretrain
 INSIDE = {"tp": fsdp2_tp_pretrain, "cp": fsdp2_cp_pretrain, "pp": fsdp2_pp_pretrain}
 INSIDE |= {"ep": fsdp2_ep_pretrain}
 SCRIPTS |= INSIDE
-# Tensor parallelism refuses experts, and expert parallelism models without.
+# TP refuses MoE models, and EP refuses dense models.
 DENSE = [name for name in SCRIPTS if name != "ep"]
 WITH_EXPERTS = [name for name in SCRIPTS if name != "tp"]
 STYLES = ["stateful", "separate"]
 STEPS = 2
-FLAGS: dict[str, Any] = {  # without clipping: its norm is summed up in another order by each script
+FLAGS: dict[str, Any] = {  # without clipping, because each script sums the norm in its own order
     "grad_clip": 0.0, "micro_batch_tokens": 512, "global_batch_tokens": 4096,
-    "activation_checkpointing": "0.5",  # of some blocks, which must not show in the names
+    "activation_checkpointing": "0.5",  # must not show in the names
 }  # fmt: skip
 
 
@@ -58,7 +59,7 @@ def train(session: Session, first: int, last: int) -> list[float]:
 
 
 def moments(session: Session) -> dict[str, torch.Tensor]:
-    """Of AdamW, whole, of all ranks: parameter and name -> tensor."""
+    """Return the unsharded AdamW moments of all ranks: parameter and name -> tensor."""
     state = get_optimizer_state_dict(session.model, session.optimizer)["state"]
     own = {
         f"{parameter} {name}": (x.full_tensor() if isinstance(x, DTensor) else x).clone()
@@ -66,7 +67,7 @@ def moments(session: Session) -> dict[str, torch.Tensor]:
         for name, x in tensors.items()
     }
     every: dict[str, torch.Tensor] = {}
-    for part in common.gather(own):  # a stage has those of its own blocks
+    for part in common.gather(own):  # a pipeline stage has those of its own blocks
         every |= part
     return every
 
@@ -75,26 +76,34 @@ def same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool
     return some.keys() == others.keys() and all(torch.equal(some[k], others[k]) for k in some)
 
 
+def save(session: Session, run_dir: Path, style: str) -> Path:
+    """Save a checkpoint as the script's `main` does; returns its directory."""
+    session.config.run_dir = str(run_dir)
+    session.config.checkpoint_style = style
+    checkpoints = common.Checkpoints(session.run())
+    checkpoints.save(session.model, session.optimizer, {"step": STEPS, "tokens": 0})
+    return checkpoints.last
+
+
 def table(folder: Path, names: list[str], data: Any, flags: dict[str, Any]) -> list[list[str]]:
-    """Rows: writer and style; columns: reader."""
+    """Return a row for each writer and style, with a column for each reader."""
     rows = []
     for writer in names:
         script = SCRIPTS[writer]
-        session = Session(script, config_of(writer, flags), data)
+        session = Session(script, script.Config(**flags), data)
         train(session, 0, STEPS)
         saved = moments(session)
-        for style in STYLES:
-            state = common.AppState(session.model, session.optimizer).state_dict()
-            for name, part in common.parts_of(state, style).items():
-                dcp.save(part, checkpoint_id=folder / writer / style / name)
+        paths = {style: save(session, folder / writer / style, style) for style in STYLES}
+        stop_balancing(session)
         losses = train(session, STEPS, 2 * STEPS)
         session.close()
         for style in STYLES:
             rows.append([writer, style])
             for reader_name in names:
                 reader = SCRIPTS[reader_name]
-                other = Session(reader, config_of(reader_name, flags | {"seed": 7}), data)
-                common.load_checkpoint(folder / writer / style, other.model, other.optimizer)
+                other = Session(reader, reader.Config(**flags, seed=7), data)
+                stop_balancing(other)
+                common.load_checkpoint(paths[style], other.model, other.optimizer)
                 wrong = [] if same(moments(other), saved) else ["moments"]
                 near = 0 if {writer, reader_name}.isdisjoint(INSIDE) else 2e-6
                 pairs = zip(train(other, STEPS, 2 * STEPS), losses)
@@ -102,6 +111,11 @@ def table(folder: Path, names: list[str], data: Any, flags: dict[str, Any]) -> l
                 rows[-1].append(" and ".join(wrong) or "equal")
                 other.close()
     return rows
+
+
+def stop_balancing(session: Session) -> None:
+    if session.script is fsdp2_ep_pretrain:
+        session.config.balance_rate = 0.0
 
 
 def small_mixture() -> Any:
@@ -123,18 +137,21 @@ def print_table(names: list[str], rows: list[list[str]]) -> None:
 
 def main() -> None:
     shared.read(__doc__)
-    # Of the two gathers that a tensor takes which is cut twice.
+    # It warns of the two all-gathers of a tensor that is sharded twice.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     ddp_pretrain.init_process_group(ddp_pretrain.Config())
     shapes = {"dense": shared.qwen2(32, 64, 2, 4, 2, 320), "experts": small_mixture()}
     with tempfile.TemporaryDirectory() as own:
-        folders = [own]
+        folders = [own]  # all ranks need the one of rank 0
         dist.broadcast_object_list(folders)
         for kind, names in {"dense": DENSE, "experts": WITH_EXPERTS}.items():
-            shapes[kind].save_pretrained(f"{own}/{kind}")
-            flags = FLAGS | {"model": f"{own}/{kind}"}
+            folder = Path(folders[0], kind)
+            if dist.get_rank() == 0:
+                shapes[kind].save_pretrained(folder)
+            dist.barrier()
+            flags = FLAGS | {"model": str(folder)}
             data = shared.load_data(ddp_pretrain, ddp_pretrain.Config(**flags))
-            rows = table(Path(folders[0]) / f"{kind}_runs", names, data, flags)
+            rows = table(folder / "runs", names, data, flags)
             dist.barrier()
             if dist.get_rank() == 0:
                 print_table(names, rows)

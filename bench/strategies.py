@@ -1,25 +1,28 @@
-"""The strategies beside each other, by formula and by bench/dry_run.py: tables and pictures.
+"""The strategies side by side, by formula and by bench/dry_run.py: tables and pictures.
 
-    python bench/strategies.py traffic      what a rank keeps and sends in a step, by formula
+    python bench/strategies.py traffic      memory and communication per rank, by formula
     python bench/strategies.py choosing     which script fits where: docs/choosing.json (minutes)
-    python bench/strategies.py inside       tensor and context parallel: docs/inside.json (minutes)
+    python bench/strategies.py inside       TP and CP: docs/inside.json (minutes)
     python bench/strategies.py stages       pipelines over slow links: docs/stages.json (minutes)
-    python bench/strategies.py experts      a mixture of experts: docs/experts.json (minutes)
-    python bench/strategies.py sampling     what sampling answers takes beside training, by formula
-    python bench/strategies.py timeline     what is held and moved over a step: docs/timeline.png
-    python bench/strategies.py ranks        memory and traffic over the ranks: docs/ranks.png
+    python bench/strategies.py experts      an MoE model: docs/experts.json (minutes)
+    python bench/strategies.py sampling     memory for sampling answers, by formula
+    python bench/strategies.py timeline     memory and collectives over a step: docs/timeline.png
+    python bench/strategies.py ranks        memory and traffic by number of ranks: docs/ranks.png
 
 traffic: qwen2-0.5b with the GPT-2 vocabulary on 8 ranks, AdamW, bf16 compute, a micro-batch of
-4,096 tokens a step.
-choosing: Qwen2.5's shapes, micro-batches of 4,096 tokens in rows of 2,048, bf16; hybrid is two
-replicas; a setting fits if it leaves a tenth of the GPU free. inside: the same shapes on 8 ranks,
-micro-batches of one row, full activation checkpointing, bf16. stages: the 7B shape on two machines
-of 8 GPUs, 2^20 tokens a step in micro-batches of a row of 8,192, full activation checkpointing,
-bf16; of a pipeline the stage that keeps or sends more. experts: qwen3-30b-a3b, one micro-batch of
-8,192 tokens a rank, full activation checkpointing, bf16, experts evenly used. sampling: the same
-shapes on 8 ranks of 80 GB, bf16, a tenth left free. timeline: 6 blocks of
-qwen2-0.5b's width on 8 ranks, time in FLOPs. ranks: qwen2-0.5b, a micro-batch of 4,096 tokens a
-rank and step.
+4,096 tokens per step.
+choosing: Qwen2.5's shapes, micro-batches of 4,096 tokens in sequences of 2,048, bf16. Hybrid is two
+replicas. A setting fits if it leaves a tenth of the GPU free.
+inside: the same shapes on 8 ranks, micro-batches of one sequence, full activation checkpointing,
+bf16.
+stages: the 7B shape on two machines of 8 GPUs, 2^20 tokens per step in micro-batches of one
+sequence of 8,192, full activation checkpointing, bf16; for a pipeline the stage that needs or sends
+more.
+experts: qwen3-30b-a3b, one micro-batch of 8,192 tokens per rank, full activation checkpointing,
+bf16, with evenly used experts.
+sampling: Qwen2.5's shapes on 8 ranks of 80 GB, bf16, a tenth left free.
+timeline: 6 blocks of qwen2-0.5b's width on 8 ranks; time is measured in FLOPs.
+ranks: qwen2-0.5b, a micro-batch of 4,096 tokens per rank and step.
 """
 
 import copy
@@ -35,7 +38,7 @@ import shared
 import torch
 from dry_run import GIB, MIB, Report, Watch, be_rank, dry_run
 from shared import ROOT, STRATEGIES, qwen2
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 SHAPES = {  # Qwen2.5's
     "0.5B": qwen2(896, 4864, 24, 14, 2, 151936),
@@ -44,27 +47,27 @@ SHAPES = {  # Qwen2.5's
     "32B": qwen2(5120, 27648, 64, 40, 8, 152064, tied=False),
 }
 FULL = {"activation_checkpointing": "full"}
-SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # the first that fits is the choice
+SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # the first one that fits is chosen
     "DDP": ("ddp", {}),
     "hybrid": ("fsdp2", {"dp_replicate": 2}),
     "FSDP": ("fsdp2", {}),
     "DDP, full checkpointing": ("ddp", FULL),
     "FSDP, full checkpointing": ("fsdp2", FULL),
-    "FSDP and 4 a layer, full checkpointing": ("fsdp2_tp", FULL | {"tensor_parallel": 4}),
+    "FSDP and TP of 4, full checkpointing": ("fsdp2_tp", FULL | {"tensor_parallel": 4}),
     "FSDP, full checkpointing, offload": ("fsdp2", FULL | {"cpu_offload": True}),
 }
 CARDS = (24, 80)  # GB of a GPU
-TOKENS = 4096  # of a micro-batch
+TOKENS = 4096  # per micro-batch
 FILE = ROOT / "docs/choosing.json"
 SHARING: dict[str, tuple[str, dict[str, Any]]] = {  # of 8 ranks
     "FSDP alone": ("fsdp2", {}),
-    "2 a layer": ("fsdp2_tp", {"tensor_parallel": 2}),
-    "4 a layer": ("fsdp2_tp", {"tensor_parallel": 4}),
-    "2 a row": ("fsdp2_cp", {"context_parallel": 2}),
-    "4 a row": ("fsdp2_cp", {"context_parallel": 4}),
+    "TP of 2": ("fsdp2_tp", {"tensor_parallel": 2}),
+    "TP of 4": ("fsdp2_tp", {"tensor_parallel": 4}),
+    "CP of 2": ("fsdp2_cp", {"context_parallel": 2}),
+    "CP of 4": ("fsdp2_cp", {"context_parallel": 4}),
 }
 CARD_OF = {"0.5B": 24, "7B": 80}  # GB of a GPU
-ROW = 8192  # tokens, of which memory and traffic are shown
+LENGTH = 8192  # tokens of the sequence whose memory and traffic are shown
 FILE_INSIDE = ROOT / "docs/inside.json"
 ACROSS: dict[str, tuple[str, dict[str, Any]]] = {  # of two machines of 8 GPUs
     "FSDP over both": ("fsdp2", {}),
@@ -73,7 +76,7 @@ ACROSS: dict[str, tuple[str, dict[str, Any]]] = {  # of two machines of 8 GPUs
 }
 STEP = 2**20  # tokens of an optimizer step
 FILE_STAGES = ROOT / "docs/stages.json"
-SHARED_EXPERTS = 8  # ranks that share the experts, a machine
+EXPERT_PARALLEL = 8  # a machine
 FILE_EXPERTS = ROOT / "docs/experts.json"
 
 
@@ -81,7 +84,7 @@ FILE_EXPERTS = ROOT / "docs/experts.json"
 
 
 def traffic_table(ranks: int = 8) -> str:
-    """Markdown; sizes in GB = 10^9 bytes, traffic as sent by each rank."""
+    """Return Markdown; sizes in GB = 10^9 bytes, traffic is what each rank sends."""
     import fsdp2_pretrain
 
     config = fsdp2_pretrain.Config(model="qwen2-0.5b")
@@ -160,12 +163,12 @@ def traffic_table(ranks: int = 8) -> str:
 def report(
     strategy: str, model: str, vocabulary: int, ranks: int, watch=None, rank=0, **own: Any
 ) -> Report:
-    """The dry run of a step of one micro-batch a rank: 2 rows of 2,048 tokens, bf16."""
+    """Dry-run a step of one micro-batch per rank: 2 sequences of 2,048 tokens, bf16."""
     be_rank(rank, ranks, 8)
     script = importlib.import_module(f"{strategy}_pretrain")
     flags = {"max_length": 2048, "micro_batch_tokens": TOKENS, "precision": "bf16", **own}
-    shares = ranks // own.get("tensor_parallel", own.get("context_parallel", 1))
-    flags.setdefault("global_batch_tokens", flags["micro_batch_tokens"] * shares)
+    dp_size = ranks // own.get("tensor_parallel", own.get("context_parallel", 1))
+    flags.setdefault("global_batch_tokens", flags["micro_batch_tokens"] * dp_size)
     return dry_run(script, script.Config(model=model, **flags), vocabulary, watch)
 
 
@@ -179,7 +182,7 @@ def choosing() -> None:
             for ranks, fits in seen[model].items():
                 for setting, (strategy, own) in SETTINGS.items():
                     if ranks == "1" and strategy != "ddp":
-                        continue  # one rank has nobody to share with
+                        continue  # there is nothing to shard over
                     if shape.num_key_value_heads % own.get("tensor_parallel", 1):
                         continue
                     given = (strategy, f"{folder}/{model}", shape.vocab_size, int(ranks))
@@ -193,7 +196,7 @@ def choosing() -> None:
 
 
 def choosing_table() -> str:
-    """Markdown: for each model, number of GPUs and card, the first setting that fits."""
+    """Return Markdown: the first setting that fits, by model, number of GPUs and card."""
     lines = ["| model | GPUs | of 24 GB | of 80 GB |", "| --- | --- | --- | --- |"]
     for model, by_ranks in json.loads(FILE.read_text()).items():
         for ranks, settings in by_ranks.items():
@@ -207,32 +210,32 @@ def choosing_table() -> str:
     return "\n".join(lines)
 
 
-# --- Inside a layer and along a row ---------------------------------------------------------------
+# --- TP and CP ------------------------------------------------------------------------------------
 
 
-def of_one_row(*given: Any, length: int, **own: Any) -> Report:
+def of_one_sequence(*given: Any, length: int, **own: Any) -> Report:
     return report(*given, max_length=length, micro_batch_tokens=length, **own)
 
 
-def longest_row(row: Callable[..., Report], card: int) -> int:
-    """Tokens of the longest row with which a step fits a card, in steps of 1,024; 0 if none does.
+def longest_sequence(report_of: Callable[..., Report], card: int) -> int:
+    """Return the tokens of the longest sequence that fits a card, in steps of 1,024, or 0.
 
-    Memory grows nearly in proportion to the row, but for what is held anyway.
+    Memory grows nearly in proportion to the length.
     """
-    room, lengths = 0.9 * card * 1e9, [ROW, 8 * ROW]
-    held = [row(length=length).on_device for length in lengths]
-    for _ in range(3):  # the line through the last two
-        slope = (held[-1] - held[-2]) / (lengths[-1] - lengths[-2])
-        length = int(lengths[-1] + (room - held[-1]) / slope) // 1024 * 1024
+    room, lengths = 0.9 * card * 1e9, [LENGTH, 8 * LENGTH]
+    needed = [report_of(length=length).on_device for length in lengths]
+    for _ in range(3):  # follow the line through the last two
+        slope = (needed[-1] - needed[-2]) / (lengths[-1] - lengths[-2])
+        length = int(lengths[-1] + (room - needed[-1]) / slope) // 1024 * 1024
         if length <= 0 or length == lengths[-1]:
             break
         lengths.append(length)
-        held.append(row(length=length).on_device)
-    return max((each for each, size in zip(lengths, held) if size <= room), default=0)
+        needed.append(report_of(length=length).on_device)
+    return max((each for each, size in zip(lengths, needed) if size <= room), default=0)
 
 
 def inside() -> None:
-    """Compute the table: model -> who shares -> what a rank keeps and sends, longest rows."""
+    """Compute the table: model -> setting -> memory and traffic of a rank, longest sequence."""
     seen: dict[str, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for model, card in CARD_OF.items():
@@ -241,16 +244,16 @@ def inside() -> None:
             shape.save_pretrained(f"{folder}/{model}")
             seen[model] = {}
             for setting, (strategy, own) in SHARING.items():
-                together = [*own.values(), 1][0]
-                if shape.num_attention_heads % together:
+                group = [*own.values(), 1][0]
+                if shape.num_attention_heads % group:
                     continue
                 given = (strategy, f"{folder}/{model}", shape.vocab_size, 8)
-                row = functools.partial(of_one_row, *given, **FULL, **own)
-                shown, groups = row(length=ROW), 8 // together
+                report_of = functools.partial(of_one_sequence, *given, **FULL, **own)
+                shown, groups = report_of(length=LENGTH), 8 // group
                 seen[model][setting] = {
                     "gib": shown.on_device / GIB,
-                    "sent": shown.sent / (groups * ROW) / 1000,  # GB for a million tokens
-                    "longest": longest_row(row, card),
+                    "sent": shown.sent / (groups * LENGTH) / 1000,  # GB for a million tokens
+                    "longest": longest_sequence(report_of, card),
                 }
                 print(model, setting, seen[model][setting], flush=True)
     FILE_INSIDE.write_text(json.dumps(seen, indent=1) + "\n")
@@ -258,10 +261,10 @@ def inside() -> None:
 
 
 def inside_table() -> str:
-    """Markdown: for each model, what it saves and costs that ranks share layers or rows."""
+    """Return Markdown: what TP and CP save and cost, for each model."""
     lines = [
-        f"| model | of 8 ranks share | peak of a rank, rows of {ROW:,} | a rank sends for a "
-        "million tokens | longest row |",
+        f"| model | on 8 ranks | peak of a rank, sequences of {LENGTH:,} | a rank sends for a "
+        "million tokens | longest sequence |",
         "| --- " * 5 + "|",
     ]
     for model, settings in json.loads(FILE_INSIDE.read_text()).items():
@@ -277,20 +280,20 @@ def inside_table() -> str:
 
 
 def sent_across(seen: Report) -> float:
-    """Bytes that a machine of 8 ranks sends to the other one in a step.
+    """Return the bytes that a machine of 8 ranks sends to the other one in a step.
 
-    A ring over all 16 ranks leaves a machine once, and what a rank sends, passes there too. Groups
-    of two, one on each machine, are there eight times.
+    A ring over all 16 ranks leaves a machine once, so what one rank sends also crosses. Of groups
+    of two ranks, one on each machine, there are eight.
     """
     pairs = sum(call.sent for call in seen.calls if call.ranks == 2)
     return 8 * pairs + sum(call.sent for call in seen.calls if call.ranks == 16)
 
 
 def stages() -> None:
-    """Compute the table: who is across -> GiB of a rank, GB between the machines, turns waited."""
+    """Compute the table: setting -> GiB per rank, GB between the machines, and the bubble."""
     seen: dict[str, dict[str, float]] = {}
     shape = SHAPES["7B"]
-    flags = {"max_length": ROW, "micro_batch_tokens": ROW, "global_batch_tokens": STEP} | FULL
+    flags = {"max_length": LENGTH, "micro_batch_tokens": LENGTH, "global_batch_tokens": STEP} | FULL
     with tempfile.TemporaryDirectory() as folder:
         shape.save_pretrained(folder)
         for setting, (strategy, own) in ACROSS.items():
@@ -311,7 +314,7 @@ def stages() -> None:
 
 
 def stages_table() -> str:
-    """Markdown: what two machines send each other, and what they wait for."""
+    """Return Markdown: what two machines send each other, and how long stages wait."""
     lines = [
         "| two machines of 8 GPUs | peak of a rank | a rank sends in a step | a machine sends to "
         "the other | at 100 Gbit/s | a stage waits |",
@@ -330,56 +333,62 @@ def stages_table() -> str:
 
 
 def experts() -> None:
-    """Compute the table: GPUs -> with and without expert parallelism, GiB and GB of a rank."""
+    """Compute the table: GPUs -> with and without EP, GiB and GB per rank."""
+    import fsdp2_ep_pretrain
+
     seen: dict[str, dict[str, dict[str, float]]] = {}
-    flags = {"max_length": ROW // 2, "micro_batch_tokens": ROW} | FULL
-    for ranks in (8, 64, 512):
-        seen[str(ranks)] = {}
-        for strategy, own in (("fsdp2", {}), ("fsdp2_ep", {"expert_parallel": SHARED_EXPERTS})):
-            made = report(strategy, "qwen3-30b-a3b", 151936, ranks, **flags, **own)
-            exchanged = sum(call.sent for call in made.calls if call.kind == "all-to-all")
-            seen[str(ranks)][strategy] = {
-                "gib": made.on_device / GIB,
-                "sent": made.sent / 1e9,
-                "exchanged": exchanged / 1e9,
-            }
-            print(ranks, strategy, seen[str(ranks)][strategy], flush=True)
+    flags = {"max_length": LENGTH // 2, "micro_batch_tokens": LENGTH} | FULL
+    own = {"fsdp2": {}, "fsdp2_ep": {"expert_parallel": EXPERT_PARALLEL}}
+    with tempfile.TemporaryDirectory() as folder:
+        named = fsdp2_ep_pretrain.SHAPES["qwen3-30b-a3b"]
+        AutoConfig.for_model(vocab_size=151936, **named).save_pretrained(folder)
+        for ranks in (8, 64, 512):
+            seen[str(ranks)] = {}
+            for strategy, more in own.items():
+                made = report(strategy, folder, 151936, ranks, **flags, **more)
+                exchanged = sum(call.sent for call in made.calls if call.kind == "all-to-all")
+                seen[str(ranks)][strategy] = {
+                    "gib": made.on_device / GIB,
+                    "sent": made.sent / 1e9,
+                    "exchanged": exchanged / 1e9,
+                }
+                print(ranks, strategy, seen[str(ranks)][strategy], flush=True)
     FILE_EXPERTS.write_text(json.dumps(seen, indent=1) + "\n")
     print(experts_table())
 
 
 def experts_table() -> str:
-    """Markdown: what a rank keeps and sends; up to which micro-batch expert parallelism sends less.
+    """Return Markdown: memory and traffic, and up to which micro-batch EP sends less.
 
-    What is exchanged grows with the tokens, what is gathered and reduced does not.
+    Its exchanges grow with the tokens. All-gathers and reduce-scatters do not.
     """
     lines = [
-        f"| GPUs | FSDP2: peak | sends | {SHARED_EXPERTS} ranks share experts: peak | gathers and "
-        "reduces | exchanges | sends less up to |",
+        f"| GPUs | FSDP2: peak | sends | EP of {EXPERT_PARALLEL}: peak | all-gathers and "
+        "reduce-scatters | all-to-alls | sends less up to |",
         "| --- " * 7 + "|",
     ]
     for ranks, row in json.loads(FILE_EXPERTS.read_text()).items():
-        alone, shared_out = row["fsdp2"], row["fsdp2_ep"]
-        rest = shared_out["sent"] - shared_out["exchanged"]
-        tokens = ROW * (alone["sent"] - rest) / shared_out["exchanged"]
+        alone, split = row["fsdp2"], row["fsdp2_ep"]
+        rest = split["sent"] - split["exchanged"]
+        tokens = LENGTH * (alone["sent"] - rest) / split["exchanged"]
         lines.append(
             f"| {ranks} | {alone['gib']:.1f} GiB | {alone['sent']:,.0f} GB | "
-            f"{shared_out['gib']:.1f} GiB | {rest:,.0f} GB | {shared_out['exchanged']:,.0f} GB | "
+            f"{split['gib']:.1f} GiB | {rest:,.0f} GB | {split['exchanged']:,.0f} GB | "
             f"{tokens:,.0f} tokens |"
         )
     return "\n".join(lines)
 
 
 def bytes_of_cached_token(shape: Any) -> int:
-    """A token has a key and a value in each block, of all heads that have their own, in bf16."""
+    """Return the bytes of a token's keys and values in all blocks, in bf16."""
     head_size = shape.hidden_size // shape.num_attention_heads
     return 2 * 2 * shape.num_hidden_layers * shape.num_key_value_heads * head_size
 
 
 def sampling_table(ranks: int = 8, card: int = 80) -> str:
-    """Markdown: what `fsdp2_grpo.py` keeps while it samples; how many tokens there is room for."""
+    """Return Markdown: memory while `fsdp2_grpo.py` samples, and for how many tokens it lasts."""
     lines = [
-        f"| | shards on {ranks} ranks | whole parameters | keys and values of 1,000 tokens | "
+        f"| | shards on {ranks} ranks | unsharded parameters | keys and values of 1,000 tokens | "
         f"tokens at a time on {card} GB |",
         "| --- " * 5 + "|",
     ]
@@ -387,20 +396,20 @@ def sampling_table(ranks: int = 8, card: int = 80) -> str:
         with torch.device("meta"):
             parameters = AutoModelForCausalLM.from_config(shape).num_parameters()
         of_token = bytes_of_cached_token(shape)
-        # Parameters and moments; gradients are not there while a model samples.
-        shards, whole = 12 * parameters / ranks, 2 * parameters
-        tokens = (0.9 * card * 1e9 - shards - whole) / of_token
+        # Parameters and moments. There are no gradients while a model samples.
+        shards, unsharded = 12 * parameters / ranks, 2 * parameters
+        tokens = (0.9 * card * 1e9 - shards - unsharded) / of_token
         room = f"{tokens / 1e6:.1f} million" if tokens > 0 else "none"
         lines.append(
-            f"| {name} | {shards / 1e9:.1f} GB | {whole / 1e9:.1f} GB | {of_token / 1e3:.0f} MB | "
-            f"{room} |"
+            f"| {name} | {shards / 1e9:.1f} GB | {unsharded / 1e9:.1f} GB | "
+            f"{of_token / 1e3:.0f} MB | {room} |"
         )
     return "\n".join(lines)
 
 
 # --- Pictures -------------------------------------------------------------------------------------
 
-HELD = {  # what is resident, and its colour
+HELD = {  # kinds of memory, and their colors
     "parameters": "#1d3557", "optimizer state": "#457b9d", "gradients": "#a8dadc",
     "gathered parameters": "#f2a65a", "activations": "#e9ecef", "backward": "#cdb4db",
 }  # fmt: skip
@@ -410,11 +419,11 @@ REMARKS = {
     "fsdp2_pp": " (first stage, two micro-batches)",
     "fsdp2_ep": " (each block has 8 experts of a quarter of the width; a token uses 2)",
 }
-COLOURS = {"ddp": "#e76f51", "fsdp1": "#f2a65a", "fsdp2": "#1d3557"}
+COLORS = {"ddp": "#e76f51", "fsdp1": "#f2a65a", "fsdp2": "#1d3557"}
 
 
 class Recorder(Watch):
-    """Remembers how much was held when, and when which collective began."""
+    """Remembers how much memory was held when, and which collective began when."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -436,7 +445,7 @@ class Recorder(Watch):
 
 
 def mixture() -> Any:
-    """6 blocks as those of the other strategies' model, with experts in place of one network."""
+    """Return the shape of the other strategies' model, with experts instead of a feed-forward."""
     from transformers import MiniMaxM2Config
 
     return MiniMaxM2Config(
@@ -471,8 +480,8 @@ def timeline() -> None:
         axis.set_ylabel("MiB of a rank")
         title = f"{strategy}_pretrain.py{REMARKS.get(strategy, '')}"
         axis.set_title(title, fontsize=9, loc="left")
-    for kind, colour in MOVES.items():
-        axes[0].plot([], [], "v", color=colour, label=kind)
+    for kind, color in MOVES.items():
+        axes[0].plot([], [], "v", color=color, label=kind)
     axes[0].legend(frameon=False, fontsize=7, ncol=5, loc="upper center", bbox_to_anchor=(0.5, 1.4))
     axes[-1].set_xlabel("TFLOPs of the step: forward, backward, then AdamW (without FLOPs)")
     shared.finish(figure, ROOT / "docs/timeline.png")
@@ -481,9 +490,9 @@ def timeline() -> None:
 def ranks() -> None:
     figure, axes = shared.plotting().subplots(1, 2, figsize=(9, 3.4), dpi=150)
     counts = [1, 2, 4, 8, 16, 64, 256, 1024]
-    for number, (strategy, colour) in enumerate(COLOURS.items()):
+    for number, (strategy, color) in enumerate(COLORS.items()):
         reports = [report(strategy, "qwen2-0.5b", 50257, count) for count in counts]
-        style = {"color": colour, "marker": "o", "markersize": 9 - 3 * number, "label": strategy}
+        style = {"color": color, "marker": "o", "markersize": 9 - 3 * number, "label": strategy}
         axes[0].plot(counts, [each.on_device / GIB for each in reports], **style)
         axes[1].plot(counts, [each.sent / 1e9 for each in reports], **style)
     for axis, title in zip(axes, ("peak memory of a rank, GiB", "sent by a rank in a step, GB")):
