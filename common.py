@@ -1355,8 +1355,10 @@ def peak_flops(name: str) -> float | None:
     return next((PEAK_FLOPS[key] for key in PEAK_FLOPS if words.issuperset(key.split())), None)
 
 
-def step_flops(model: transformers.PreTrainedModel, batch: GlobalBatch) -> int:
-    """Return the FLOPs of forward and backward of a step, for the MFU.
+def step_flops(model: transformers.PreTrainedModel) -> Callable[[GlobalBatch], int]:
+    """Return a function for the FLOPs of forward and backward of a step, for the MFU.
+
+    NOTE: call it before the model is parallelized. A stage or a shard has fewer parameters.
 
     As in PaLM (arXiv 2204.02311, appendix B): 6 per parameter and token, in the head per parameter
     and target token, and 12 x heads x head size x length per token and layer for attention.
@@ -1377,8 +1379,12 @@ def step_flops(model: transformers.PreTrainedModel, batch: GlobalBatch) -> int:
         width = config.num_hidden_layers * config.num_attention_heads * head_size
     except (AttributeError, RuntimeError):  # no attention, or heads of several sizes
         width = 0
-    matmuls = in_blocks * batch.num_tokens + in_head * batch.num_targets
-    return 6 * matmuls + 12 * width * batch.squared_lengths
+
+    def flops(batch: GlobalBatch) -> int:
+        matmuls = in_blocks * batch.num_tokens + in_head * batch.num_targets
+        return 6 * matmuls + 12 * width * batch.squared_lengths
+
+    return flops
 
 
 class Run:
@@ -1404,7 +1410,7 @@ class Run:
         self.device = device
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.flops = functools.partial(step_flops, model)
+        self.flops = step_flops(model)
         self.wandb = None
         self.profiler = None
         self.stop_requested = 0  # signals so far

@@ -111,7 +111,7 @@ def measure(what: str) -> dict[str, Any]:
         session.train_step(batch, 1e-4)  # it returns numbers, so the GPU has finished the step
         if step >= WARM:
             tokens += batch.num_tokens
-            flops += common.step_flops(session.full, batch)
+            flops += common.step_flops(session.full)(batch)
     seconds = time.perf_counter() - started
     peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if CUDA:

@@ -211,7 +211,7 @@ def test_stdlib_corpus_holds_the_functions_of_the_standard_library():
     assert inspect.getsource(textwrap.TextWrapper) in found
 
 
-def test_edited_code_reads_and_tokenizes_again(tmp_path, monkeypatch):
+def test_edited_code_reads_and_tokenizes_again(tmp_path, monkeypatch, corpus):
     """datasets knows a function of a module by its name alone, so its source is in the keys."""
     monkeypatch.syspath_prepend(str(tmp_path))
     for text, end in (("short", 1), ("a longer text", 1), ("a longer text", 22)):
@@ -223,7 +223,7 @@ def test_edited_code_reads_and_tokenizes_again(tmp_path, monkeypatch):
         module = importlib.import_module("own_corpus")
         monkeypatch.setitem(common.EMBEDDED, "own", module.documents)
         assert {*common.open_dataset("own", None, "train")["text"]} == {text}
-        assert load("own", function=module.tokenize).read(0)[0].tolist() == [5, 6, end]
+        assert load(corpus, function=module.tokenize).read(0)[0].tolist() == [5, 6, end]
 
 
 FORMS = ["data.parquet", "data.jsonl", "data.json", "data.txt", "data.csv", "part*.jsonl"]

@@ -90,9 +90,11 @@ def cases(ranks: int, shape: str) -> dict[str, tuple[str, dict]]:
 
 
 def is_long(case: str) -> bool:
-    """Return whether a case is for the drills: 4 ranks, or a mode of a chapter with groups."""
+    """Return whether a case is for the drills: those with 4 ranks, and most modes."""
     _, name, mode = case.removesuffix(" last").split()
-    return case.startswith("4") or name[6:8] in ("tp", "cp", "pp", "ep") and mode != "plain"
+    few_modes = name[6:8] in ("tp", "cp", "pp", "ep") and mode != "plain"
+    checkpointing = mode in ("full", "selective") and name != "fsdp2_pretrain"
+    return case.startswith("4") or few_modes or checkpointing
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +141,7 @@ def test_ddp_has_as_many_buckets_as_predicted_and_as_large_in_all(real, two_bloc
     assert sum(call.bytes for call in calls) == sum(size for *_, size in issued)
 
 
+@pytest.mark.drill
 def test_gradients_of_ddp_stay_in_its_buckets(real):
     """From the second step on they are views of the buckets, at the same address in each step."""
     for mode in ("plain", "accumulate", "buckets"):
@@ -192,7 +195,12 @@ def check_prediction(report: dry_run.Report, seen: dict) -> None:
 
 
 FORMS = [
-    pytest.param(name, mode, ranks, marks=[pytest.mark.drill] if ranks > 2 else [])
+    pytest.param(
+        name,
+        mode,
+        ranks,
+        marks=[pytest.mark.drill] if ranks > 2 or mode in ("bf16", "full") else [],
+    )
     for name, own in OWN.items()
     for mode in ["plain", "bf16", "full", *own]
     for ranks in (2, 8, 1024)

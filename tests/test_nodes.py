@@ -97,7 +97,7 @@ class Launch:
 @pytest.mark.parametrize(
     "script, ranks, own",
     [
-        ("ddp_pretrain", 1, {}),
+        pytest.param("ddp_pretrain", 1, {}, marks=pytest.mark.drill),
         pytest.param("fsdp2_pretrain", 2, {"dp_replicate": 2}, marks=pytest.mark.drill),
     ],
 )

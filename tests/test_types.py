@@ -300,7 +300,7 @@ def check_type(
     total.backward()
     expected = gradients(plain)
     batch = SimpleNamespace(num_tokens=10, num_targets=9, squared_lengths=50)
-    assert common.step_flops(plain, batch) > 0
+    assert common.step_flops(plain)(batch) > 0
     # Under the model's own names, as `common.export` writes and `common.load_weights` reads them.
     plain.save_pretrained(directory, save_original_format=False)
     again = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
