@@ -886,10 +886,11 @@ def main() -> None:
     # first rank of a node does the work, and the others find it in the cache.
     tokenizer, known_ids = chat_tokenizer(config.tokenizer)
     documents = common.load_documents(config, COLUMNS, tokenize_conversation, tokenizer)
-    training_documents, validation_documents = documents.split()
+    # Truncate before the split: conversations that lose their answers take no part in it.
+    sequences = documents.sequences(config.max_length, truncate=True)
+    training_sequences, validation_sequences = sequences.split()
     make_batches = partial(ConversationBatches, config=config, padding_id=tokenizer.eos_token_id)
-    training = make_batches(training_documents.sequences(config.max_length, truncate=True))
-    validation = make_batches(validation_documents.sequences(config.max_length, truncate=True))
+    training, validation = make_batches(training_sequences), make_batches(validation_sequences)
     model_config = build_model_config(config, tokenizer, known_ids)
     if config.steps == 0:
         print("the data is prepared")
@@ -938,7 +939,7 @@ def main() -> None:
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    run.finish(progress["step"], checkpoints.last, validation_documents.prompt(), NEXT_COMMAND)
+    run.finish(progress["step"], checkpoints.last, validation_sequences.prompt(), NEXT_COMMAND)
 
 
 if __name__ == "__main__":

@@ -118,18 +118,17 @@ def load_data(script: Any, config: Any, kind: type | None = None) -> SimpleNames
     if hasattr(script, "chat_tokenizer"):
         tokenizer, known_ids = script.chat_tokenizer(config.tokenizer)
         columns, function = script.COLUMNS, script.tokenize_conversation
-        options = {"truncate": True}
         model_config = script.build_model_config(config, tokenizer, known_ids)
     else:
         tokenizer = common.load_tokenizer(config.tokenizer)
         columns, function = [config.text_column], common.tokenize_text
-        options = {}
         model_config = script.build_model_config(config, tokenizer)
     documents = common.load_documents(config, columns, function, tokenizer)
-    training, validation = (
-        kind(part.sequences(config.max_length, **options), config, tokenizer.eos_token_id)
-        for part in documents.split()
-    )
+    if hasattr(script, "chat_tokenizer"):
+        parts = documents.sequences(config.max_length, truncate=True).split()
+    else:
+        parts = [part.sequences(config.max_length) for part in documents.split()]
+    training, validation = (kind(part, config, tokenizer.eos_token_id) for part in parts)
     return SimpleNamespace(
         tokenizer=tokenizer,
         documents=documents,

@@ -508,7 +508,7 @@ def embedded(corpus: str) -> common.Sequences:
     documents = common.load_documents(
         config, fsdp2_sft.COLUMNS, fsdp2_sft.tokenize_conversation, tokenizer
     )
-    return documents.split()[0].sequences(2048, truncate=True)
+    return documents.sequences(2048, truncate=True).split()[0]
 
 
 @pytest.mark.parametrize(

@@ -565,9 +565,8 @@ def conversations(texts, tmp_path_factory) -> Path:
 
 def training_of(path: Path, tokenizer=None, **changes) -> common.Batches:
     """Return the training batches of the script."""
-    training, _ = documents_of(path, tokenizer).split()
-    sequences = training.sequences(512, truncate=True)
-    return make_batches(sequences, fsdp2_sft.ConversationBatches, **changes)
+    training, _ = documents_of(path, tokenizer).sequences(512, truncate=True).split()
+    return make_batches(training, fsdp2_sft.ConversationBatches, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -804,7 +803,7 @@ def test_a_model_with_its_own_template_is_not_changed(flags, conversations, tmp_
     tokenizer, known = fsdp2_sft.chat_tokenizer(str(start))
     assert known == len(tokenizer) == 261
     training, summed, targets = training_of(conversations, tokenizer), 0.0, 0
-    documents, _ = documents_of(conversations, tokenizer).split()
+    documents = documents_of(conversations, tokenizer)
     cut = (documents.lengths > 512).sum()
     assert f"{cut} of {len(documents.lengths)} documents are cut to 512 tokens" in output
     with torch.no_grad():
