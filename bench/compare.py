@@ -293,7 +293,8 @@ def step_by_step(most: int) -> dict[str, dict[str, float]]:
 
 
 def markdown(result: dict[str, Any], work: str) -> str:
-    """Return the table of all machines; the columns from padding on are those of the last one."""
+    """Return the table of all machines that have one; the last one's are from padding on."""
+    result = {machine: tables for machine, tables in result.items() if work in tables}
     titles = ["", "against"]
     titles += [f"{machine}: tokens/s | ratio" for machine in result]
     titles += ["padding", "memory of a rank", "losses"]

@@ -110,10 +110,10 @@ COMPILED_MODES = {
         "pad_to_multiple_of": 256,
     },
 }
-# Compiling takes a quarter of a minute each time, so the plain suite does it with one script each.
-COMPILED_IN_PLAIN = {("fsdp2", "compile"), ("fsdp1", "compile_packed")}
+# Compiling takes a quarter of a minute each time, so the plain suite does it once.
+COMPILED_IN_PLAIN = {("fsdp2", "compile")}
 # The drill traces and splits graphs, but it generates kernels in these cases only.
-GENERATED = {("tp", "compile"), ("cp", "compile"), ("pp", "compile")}
+GENERATED = {(name, "compile") for name in ("tp", "cp", "pp")} | {("fsdp1", "compile_packed")}
 # TP refuses what torch cannot compile of DTensors.
 NOT_COMPILED = {"tp": ["compile_dynamic", "compile_ac_full"]}
 
