@@ -6,11 +6,17 @@ When to use it: parameters, gradients and optimizer state fit on one GPU with ro
 is simpler. Read fsdp1_pretrain.py next: only Config and the section Strategy are new.
 
 Memory per rank: all parameters, all gradients and both AdamW moments. Ranks differ only in the
-micro-batches they train on.
+micro-batches they train on. With `--shard_optimizer`, each rank keeps 1/N of the moments.
 
 Communication volume per step, with P the bytes of the gradients and N ranks: one all-reduce of the
 gradients, 2P(N-1)/N. It runs in buckets that overlap with the backward of earlier layers. (Before a
 forward, DDP also broadcasts rank 0's buffers: the rotary frequencies, a few hundred bytes.)
+`--shard_optimizer` adds broadcasts of the updated parameters, P(N-1)/N in all, which are exposed.
+
+ZeRO (arXiv 1910.02054) shards in three stages what DDP replicates. Stage 1 shards the optimizer
+state, as `--shard_optimizer` does. Stage 2 shards the gradients too, as `--sharding_strategy
+shard_grad_op` of fsdp1_pretrain.py does, although that also frees parameters between steps. Stage 3
+shards the parameters too, as fsdp1_pretrain.py and fsdp2_pretrain.py do by default.
 
 PyTorch DDP is described in arXiv 2006.15704.
 """
@@ -109,6 +115,10 @@ class Config(common.RunFlags):
     compile: bool = flag(False, "compile each transformer block")
 
     # this strategy
+    shard_optimizer: bool = flag(
+        False,
+        "ZeRO-1: each rank keeps the AdamW moments of some parameters, and updates only these",
+    )
     checkpoint_style: Literal["stateful", "separate"] = flag(
         "stateful", "stateful: model and optimizer in one Stateful object. separate: one for each"
     )
@@ -184,12 +194,30 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         # Matmuls run in bf16. Parameters, gradients and optimizer state stay fp32.
         model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
     # Gradients are views of the buckets, so they need no memory beside these.
-    return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    parallel.owners = assign_owners(model) if config.shard_optimizer else {}
+    return parallel
+
+
+def assign_owners(model: nn.Module) -> dict[nn.Parameter, int]:
+    """Return the rank that updates each parameter: the largest first, to who has least so far."""
+    owners = {}
+    elements = [0] * dist.get_world_size()  # of each rank
+    for parameter in sorted(model.parameters(), key=torch.numel, reverse=True):
+        owner = elements.index(min(elements))
+        owners[parameter] = owner
+        elements[owner] += parameter.numel()
+    return owners
 
 
 def optimizer_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """Return the parameters that this rank's optimizer updates, with their names without DDP."""
-    return list(model.module.named_parameters())
+    rank = dist.get_rank()
+    return [
+        (name, parameter)
+        for name, parameter in model.module.named_parameters()
+        if model.owners.get(parameter, rank) == rank
+    ]
 
 
 def forward_backward(
@@ -221,8 +249,19 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     return nn.utils.clip_grad_norm_(model.parameters(), max_norm)
 
 
-def zero_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Zero the gradients of a step."""
+def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Update the parameters, and zero their gradients.
+
+    With ZeRO-1, each rank updates its own parameters and broadcasts them.
+    """
+    optimizer.step()
+    broadcasts = [
+        dist.broadcast(parameter.detach(), owner, async_op=True)
+        for parameter, owner in model.owners.items()
+    ]
+    for broadcast in broadcasts:
+        broadcast.wait()
+    # NOTE: not optimizer.zero_grad(), which would leave the gradients of other ranks' parameters.
     # Gradients that were freed would be allocated again, beside DDP's buckets.
     model.zero_grad(set_to_none=False)
 
@@ -506,8 +545,7 @@ def train_step(
     grad_norm = clip_grad_norm(model, config.grad_clip or math.inf)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    optimizer.step()
-    zero_grad(model, optimizer)
+    optimizer_step(model, optimizer)
     # `.item()` synchronizes with the GPU, so do it last.
     return {"loss": total_loss.item() / batch.num_targets, "grad_norm": grad_norm.item()}
 

@@ -9,19 +9,29 @@ Memory per rank, with N ranks in all and C in a CP group: 1/N of the parameters,
 moments. While a block computes, its unsharded parameters as well. The activations of 1/C of each
 sequence.
 
-Communication volume inside each block, with Q and K the bytes of the queries and of the keys: an
-all-to-all each for queries, keys, values and outputs in forward, and the same in backward,
-4(Q+K)(C-1)/C^2 in all, or 6(Q+K)(C-1)/C^2 if backward recomputes the block.
+`--context_attention` is how a token attends to tokens that other ranks have:
+- `ulysses` (DeepSpeed-Ulysses, arXiv 2309.14509): all-to-alls around attention turn all heads of a
+  part of the sequence into some heads of the full sequence, and back. C has to divide the heads.
+- `ring` (Ring Attention, arXiv 2310.01889): keys and values travel from rank to rank, while each
+  rank attends with its own queries. Any number of heads will do, and the transfers overlap with
+  compute. Each rank has an early and a late part of the sequence, so that causal attention is the
+  same work for all (as in Llama 3, arXiv 2407.21783, which all-gathers keys and values instead).
+
+Communication volume inside each block, with Q and K the bytes of the queries and of the keys:
+- `ulysses`: an all-to-all each for queries, keys, values and outputs in forward, and the same in
+  backward, 4(Q+K)(C-1)/C^2 in all, or 6(Q+K)(C-1)/C^2 if backward recomputes the block.
+- `ring`: keys and values in forward and in backward, and their gradients in backward,
+  2K(3C-2)/C in all, and 2K(C-1)/C more if backward recomputes the block. That is less if many
+  queries share a key (Q much larger than K) and C is small.
 
 Communication volume per step, with P the bytes of the parameters: FSDP's all-gathers and
 reduce-scatters over all ranks, 3P(N-1)/N, as in fsdp2_pretrain.py. Most of it overlaps.
-
-The all-to-alls around attention are those of DeepSpeed-Ulysses (arXiv 2309.14509).
 """
 
 import gc
 import math
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -33,7 +43,7 @@ import torch.distributed as dist
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import nn
-from torch.distributed._functional_collectives import all_to_all_single_autograd
+from torch.distributed._functional_collectives import all_to_all_single_autograd, permute_tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.attention.varlen import varlen_attn
@@ -116,6 +126,11 @@ class Config(common.RunFlags):
 
     # this strategy
     context_parallel: PositiveInt = flag(2, "ranks of a CP group, which share each sequence")
+    context_attention: Literal["ulysses", "ring"] = flag(
+        "ulysses",
+        "ulysses: ranks exchange parts of the sequence for heads. ring: keys and values travel "
+        "around the CP group (bucketed batches only)",
+    )
     reshard_after_forward: bool = flag(
         True, "free a block's unsharded parameters after forward and all-gather them for backward"
     )
@@ -138,6 +153,11 @@ class Config(common.RunFlags):
                 f"--context_parallel {self.context_parallel} must divide {world_size} ranks"
             )
         common.check_global_batch(self, max(1, world_size // self.context_parallel))
+        if self.context_attention == "ring":
+            if self.batching == "packed":
+                raise ValueError("--context_attention ring does not support --batching packed")
+            if self.precision == "fp32" and torch.cuda.is_available():
+                raise ValueError("--context_attention ring needs --precision bf16 on GPUs")
 
 
 # --- Strategy -------------------------------------------------------------------------------------
@@ -186,8 +206,14 @@ def local_micro_batch(
     NOTE: the part needs the positions of its tokens. Otherwise each rank would count from 0.
     """
     ranks = config.context_parallel
+    rank = dist.get_rank() % ranks
+    if config.context_attention == "ring":
+        # An early and a late chunk, so that causal attention is the same work for all ranks.
+        num_chunks, own_chunks = 2 * ranks, [rank, 2 * ranks - 1 - rank]
+    else:
+        num_chunks, own_chunks = ranks, [rank]
     length = micro_batch["labels"].shape[1]
-    padding = -length % ranks  # makes all parts equally long
+    padding = -length % num_chunks  # makes all chunks equally long
     part = {"position_ids": torch.arange(length)[None], **micro_batch}
     padding_values = {
         "input_ids": 0,
@@ -196,7 +222,8 @@ def local_micro_batch(
     }
     for name, value in padding_values.items():
         padded = nn.functional.pad(part[name], (0, padding), value=value)
-        part[name] = padded.chunk(ranks, dim=1)[dist.get_rank() % ranks]
+        chunks = padded.chunk(num_chunks, dim=1)
+        part[name] = torch.cat([chunks[i] for i in own_chunks], dim=1)
     if config.batching == "packed":
         # Attention sees full sequences, so the cumulative sequence lengths stay those of the full
         # sequence. The padding is one more document.
@@ -249,6 +276,133 @@ def ulysses_attention(
     return exchange(output, group), None  # [sequences, length / C, heads, head size]
 
 
+def pass_on(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Send a tensor to the next rank of the ring; returns that of the rank before.
+
+    The transfer overlaps with compute until the result is used.
+    """
+    to = [*range(1, group.size()), 0]
+    return permute_tensor(tensor.flatten(), to, group).view(tensor.shape)
+
+
+def travel(tensor: torch.Tensor, group: dist.ProcessGroup) -> Iterable[torch.Tensor]:
+    """Yield the tensors of all ranks of the ring: the own one, the one of the rank before, ..."""
+    for _ in range(group.size() - 1):
+        following = pass_on(tensor, group)
+        yield tensor
+        tensor = following
+    yield tensor
+
+
+def visible(turn: int, group: dist.ProcessGroup, length: int) -> tuple[slice, slice, bool]:
+    """Return which own queries see which keys in a turn, and whether that needs a causal mask.
+
+    Each rank has an early and a late chunk of the sequence. In the first turn it has its own keys.
+    After that it sees half of all pairs in each turn.
+    """
+    everything = slice(None)
+    if turn == 0:
+        return everything, everything, True
+    if turn <= group.rank():  # keys of a lower rank: only the early chunk is before the queries
+        return everything, slice(0, length // 2), False
+    return slice(length // 2, None), everything, False  # only late queries are after the keys
+
+
+class RingAttention(torch.autograd.Function):
+    """Causal attention of a rank's own queries to keys and values that travel around the ring.
+
+    Args:
+        query: [sequences, heads, length / C, head size], an early and a late chunk of the sequence.
+        keys_values: [2, sequences, key/value heads, length / C, head size].
+        scale: factor of the scores; None for 1 / sqrt(head size).
+    """
+
+    @staticmethod
+    def forward(ctx, query, keys_values, scale, group):
+        # The kernels of SDPA also return the logarithm of the sum of exponentials of the scores, by
+        # which the outputs of the turns are weighted.
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        if query.is_cuda:
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+        copies = query.shape[1] // keys_values.shape[2]
+        output = torch.zeros_like(query, dtype=torch.float32)
+        log_sums = output.new_full(query.shape[:3], -math.inf)
+        for turn, traveling in enumerate(travel(keys_values, group)):
+            own, theirs, causal = visible(turn, group, query.shape[2])
+            key, value = traveling[:, :, :, theirs].repeat_interleave(copies, dim=2)
+            part, part_sum, *_ = flash(
+                query[:, :, own],
+                key,
+                value,
+                0.0,  # dropout
+                causal,
+                scale=scale,
+            )
+            log_sum = log_sums[:, :, own]  # a view, as the next one
+            sum_of_parts = output[:, :, own]
+            total = torch.logaddexp(log_sum, part_sum)
+            sum_of_parts *= (log_sum - total).exp().unsqueeze(-1)
+            sum_of_parts += (part_sum - total).exp().unsqueeze(-1) * part
+            log_sum.copy_(total)
+        output = output.to(query.dtype)
+        ctx.save_for_backward(query, keys_values, output, log_sums)
+        ctx.scale = scale
+        ctx.group = group
+        return output
+
+    @staticmethod
+    def backward(ctx, gradient):
+        query, keys_values, output, log_sums = ctx.saved_tensors
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        sizes = dropout_state = ()  # arguments that only the kernel for GPUs has
+        if query.is_cuda:
+            flash = torch.ops.aten._scaled_dot_product_flash_attention_backward
+            dropout_state = torch.empty(2, 2, dtype=torch.uint64, device=query.device)
+        copies = query.shape[1] // keys_values.shape[2]
+        query_gradient = torch.zeros_like(query)
+        gradients = torch.zeros_like(keys_values)  # they travel too, one turn behind
+        for turn, traveling in enumerate(travel(keys_values, ctx.group)):
+            own, theirs, causal = visible(turn, ctx.group, query.shape[2])
+            key, value = traveling[:, :, :, theirs].repeat_interleave(copies, dim=2)
+            if query.is_cuda:
+                sizes = None, None, query[:, :, own].shape[2], key.shape[2]
+            of_query, *more = flash(
+                gradient[:, :, own],
+                query[:, :, own],
+                key,
+                value,
+                output[:, :, own],
+                log_sums[:, :, own],
+                *sizes,
+                0.0,  # dropout
+                causal,
+                *dropout_state,
+                scale=ctx.scale,
+            )
+            query_gradient[:, :, own] += of_query
+            of_heads = torch.stack(more).unflatten(2, (-1, copies))
+            gradients[:, :, :, theirs] += of_heads.sum(dim=3)
+            # After the last turn they are back at the rank whose keys and values these are.
+            gradients = pass_on(gradients, ctx.group)
+        return query_gradient, gradients, None, None
+
+
+@torch.compiler.disable  # the transfers would not overlap
+def ring_attention(
+    group: dist.ProcessGroup,
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Causal attention over full sequences, of which each rank has an early and a late chunk."""
+    output = RingAttention.apply(query, torch.stack([key, value]), scaling, group)
+    return output.transpose(1, 2).contiguous(), None
+
+
 def check_model(model_config: PreTrainedConfig, config: Config) -> None:
     """Refuse a model whose attention is not plainly causal, or whose heads cannot be split."""
     # Other types mix tokens outside of attention, or need masks.
@@ -260,8 +414,15 @@ def check_model(model_config: PreTrainedConfig, config: Config) -> None:
     heads = getattr(
         model_config, "num_attention_heads_per_layer", [model_config.num_attention_heads]
     )
-    if math.gcd(*heads) % config.context_parallel:
-        common.refuse(f"--context_parallel must divide the attention heads of the model: {heads}")
+    if config.context_attention == "ring":
+        for setting, value in model_config.to_dict().items():
+            if value and re.search("att.*drop|v_head_dim", setting):
+                common.refuse(f"--model {config.model}: ring attention does not support {setting}")
+    elif math.gcd(*heads) % config.context_parallel:
+        common.refuse(
+            f"--context_parallel must divide the attention heads of the model: {heads}; or use "
+            "--context_attention ring"
+        )
 
 
 def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
@@ -274,8 +435,9 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     group, _ = dist.new_subgroups(config.context_parallel, group_desc="context")
     # NOTE: transformers makes no masks for an attention with a name of our own. For "sdpa" it would
     # make masks of this rank's part of the sequence.
-    AttentionInterface.register("ulysses", partial(ulysses_attention, group))
-    model.set_attn_implementation("ulysses")
+    attention = ring_attention if config.context_attention == "ring" else ulysses_attention
+    AttentionInterface.register("context_parallel", partial(attention, group))
+    model.set_attn_implementation("context_parallel")
     blocks = transformer_blocks(model)
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
@@ -351,12 +513,13 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     return norm.full_tensor()  # a collective, so call it on every rank
 
 
-def zero_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Free the gradients of a step.
+def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Update the shards of this rank, and free their gradients.
 
     NOTE: model.zero_grad() would miss some. While a module is unsharded, as the root is after a
     validation, model.parameters() are not the sharded ones that have the gradients.
     """
+    optimizer.step()
     optimizer.zero_grad()
 
 
@@ -638,8 +801,7 @@ def train_step(
     grad_norm = clip_grad_norm(model, config.grad_clip or math.inf)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    optimizer.step()
-    zero_grad(model, optimizer)
+    optimizer_step(model, optimizer)
     # `.item()` synchronizes with the GPU, so do it last.
     return {"loss": total_loss.item() / batch.num_targets, "grad_norm": grad_norm.item()}
 

@@ -631,12 +631,13 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     return norm.full_tensor()  # a collective, so call it on every rank
 
 
-def zero_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Free the gradients of a step.
+def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Update the shards of this rank, and free their gradients.
 
     NOTE: model.zero_grad() would miss some. While a module is unsharded, as the root is after a
     validation, model.parameters() are not the sharded ones that have the gradients.
     """
+    optimizer.step()
     optimizer.zero_grad()
 
 
@@ -1223,8 +1224,7 @@ def train_step(
     for _ in range(config.inner_steps):
         total = forward_backward(model, batch, old_log_probs, config, device)
         grad_norm = clip_grad_norm(model, config.grad_clip or math.inf)
-        optimizer.step()
-        zero_grad(model, optimizer)
+        optimizer_step(model, optimizer)
     # `.item()` synchronizes with the GPU, so do it last.
     measured = dict(zip(MEASURED, (total / batch.num_targets).tolist()))
     return measured | {"grad_norm": grad_norm.item()}

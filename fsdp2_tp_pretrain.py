@@ -382,12 +382,13 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     return norm.full_tensor()  # a collective, so call it on every rank
 
 
-def zero_grad(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Free the gradients of a step.
+def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Update the shards of this rank, and free their gradients.
 
     NOTE: model.zero_grad() would miss some. While a module is unsharded, as the root is after a
     validation, model.parameters() are not the sharded ones that have the gradients.
     """
+    optimizer.step()
     optimizer.zero_grad()
 
 
@@ -673,8 +674,7 @@ def train_step(
     grad_norm = clip_grad_norm(model, config.grad_clip or math.inf)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
-    optimizer.step()
-    zero_grad(model, optimizer)
+    optimizer_step(model, optimizer)
     # `.item()` synchronizes with the GPU, so do it last.
     return {"loss": total_loss.item() / batch.num_targets, "grad_norm": grad_norm.item()}
 

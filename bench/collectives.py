@@ -38,7 +38,7 @@ class Collective:
         """Return the bytes that each rank sends if the ranks form a ring."""
         if self.kind == "receive":
             return 0
-        if self.kind in ("broadcast", "send"):
+        if self.kind == "send":
             return self.bytes
         rounds = 2 if self.kind == "all-reduce" else 1
         return rounds * self.bytes * (self.ranks - 1) / self.ranks
@@ -77,7 +77,10 @@ class Ledger(TorchDispatchMode):
         else:
             group = dist.distributed_c10d._resolve_process_group(arguments[-1])
         name = group.group_desc.removeprefix("mesh_").replace("default_pg", "all").split(":")[0]
-        self.calls.append(Collective(KINDS[func._opname], name, group.size(), max(sides)))
+        kind = KINDS[func._opname]
+        if kind == "all-to-all" and 1 < group.size() == 1 + arguments[2].count(0):
+            kind = "send"  # everything goes to one rank, as ring attention does
+        self.calls.append(Collective(kind, name, group.size(), max(sides)))
 
 
 def table(calls: list[Collective]) -> str:

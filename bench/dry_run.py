@@ -51,10 +51,10 @@ import common  # noqa: E402
 
 SCRIPTS = [*(f"{name}_pretrain" for name in shared.STRATEGIES + shared.INSIDE), "fsdp2_sft"]
 CPU = torch.device("cpu")
-ATTENTION = {  # the CPU's, which the registry lacks: how to count it, from how many tensors
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3),
+ATTENTION = {  # the CPU's, which the registry lacks: how to count it, its tensors, `is_causal`
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3, 4),
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: (
-        sdpa_backward_flop_count, 4,
+        sdpa_backward_flop_count, 4, 7,
     ),
 }  # fmt: skip
 GIB, MIB = 2**30, 2**20
@@ -121,8 +121,9 @@ class Watch(collectives.Ledger):
         if packet in flop_registry:
             self.flops += flop_registry[packet](*args, **kwargs or {}, out_val=result)
         elif packet in ATTENTION:
-            forward, tensors = ATTENTION[packet]
-            self.flops += forward(*(x.shape for x in args[:tensors])) // 2  # causal: half of them
+            count, tensors, causal = ATTENTION[packet]
+            half = args[causal:] == (True,)  # of all pairs of tokens
+            self.flops += count(*(x.shape for x in args[:tensors])) // (1 + half)
         elif packet is torch.ops.aten._grouped_mm:  # the registry lacks it too
             self.flops += 2 * math.prod(args[0].shape[-2:]) * args[1].shape[-1]
         if func._opname == "split_with_sizes_copy":  # FSDP2 splits a gathered tensor
@@ -364,6 +365,8 @@ def observe(
         Bytes of this rank's parameters, gradients and moments.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if hasattr(model, "owners"):  # DDP: with ZeRO-1, the optimizer of a rank has some of them
+        parameters = list(model.parameters())
     script.train_step(model, optimizer, batch, 0.0, config, CPU)
     moments = [value for state in optimizer.state.values() for value in state.values()]
     for storage in list(watch.pieces):  # those left are DDP's buckets, and a few KiB
@@ -486,7 +489,8 @@ def closed_form(
     ranks //= getattr(config, "pipeline_parallel", 1)
     micro_batches = report.micro_batches
     if script.__name__ == "ddp_pretrain":
-        return 2 * gradients * (ranks - 1) / ranks, "2G(N-1)/N"
+        times, formula = (3, "(2G+P)") if config.shard_optimizer else (2, "2G")
+        return times * gradients * (ranks - 1) / ranks, f"{formula}(N-1)/N"
     every = reduces_every_micro_batch(config)
     gathers, reductions = gathers_of_block(config), micro_batches if every else 1
     if keeps_between_micro_batches(config):
@@ -568,8 +572,14 @@ def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
         times = "(8L+3R)" if again else "8L"
         return (8 * blocks + 3 * again) * share, f" + {times}kA(T-1)/T", ends
     if ranks := getattr(config, "context_parallel", 0):
-        heads, few = shape.num_attention_heads, max(shape.num_key_value_heads, ranks)
-        width = shape.hidden_size // heads * (heads + few)
+        heads, head_size = shape.num_attention_heads, shape.hidden_size // shape.num_attention_heads
+        if config.context_attention == "ring":
+            keys = tokens * shape.num_key_value_heads * head_size * size
+            turns = (ranks - 1) / ranks  # gradients of keys and values take one more
+            times = "2L(3C-2)/C" + (" + 2R(C-1)/C" if again else "")
+            sent = 2 * keys * (blocks * (2 * turns + 1) + again * turns)
+            return (sent if ranks > 1 else 0.0), f" + kK({times})", 0.0
+        width = head_size * (heads + max(shape.num_key_value_heads, ranks))
         share = tokens * width * size * (ranks - 1) / ranks**2
         times = "(4L+2R)" if again else "4L"
         return (4 * blocks + 2 * again) * share, f" + {times}k(Q+K)(C-1)/C²", 0.0

@@ -36,22 +36,17 @@ import fsdp2_tp_pretrain
 SCRIPTS = {"ddp": ddp_pretrain, "fsdp1": fsdp1_pretrain, "fsdp2": fsdp2_pretrain}
 INSIDE = {"tp": fsdp2_tp_pretrain, "cp": fsdp2_cp_pretrain, "pp": fsdp2_pp_pretrain}
 INSIDE |= {"ep": fsdp2_ep_pretrain}
-SCRIPTS |= INSIDE
+SCRIPTS |= INSIDE | {"zero1": ddp_pretrain}
 # TP refuses MoE models, and EP refuses dense models.
 DENSE = [name for name in SCRIPTS if name != "ep"]
 WITH_EXPERTS = [name for name in SCRIPTS if name != "tp"]
 STYLES = ["stateful", "separate"]
 STEPS = 2
 FLAGS: dict[str, Any] = {  # without clipping, because each script sums the norm in its own order
-    "grad_clip": 0.0, "micro_batch_tokens": 512, "global_batch_tokens": 4096,
+    "grad_clip": 0.0, "micro_batch_tokens": 512, "global_batch_tokens": 2048,
     "activation_checkpointing": "0.5",  # must not show in the names
 }  # fmt: skip
-
-
-def config_of(name: str, flags: dict[str, Any]) -> Any:
-    """Return a script's Config. Only expert parallelism would balance experts."""
-    own = {"balance_rate": 0.0} if name == "ep" else {}
-    return SCRIPTS[name].Config(**flags | own)
+OWN: dict[str, dict[str, Any]] = {"zero1": {"shard_optimizer": True}}
 
 
 def train(session: Session, first: int, last: int) -> list[float]:
@@ -90,7 +85,7 @@ def table(folder: Path, names: list[str], data: Any, flags: dict[str, Any]) -> l
     rows = []
     for writer in names:
         script = SCRIPTS[writer]
-        session = Session(script, script.Config(**flags), data)
+        session = Session(script, script.Config(**flags, **OWN.get(writer, {})), data)
         train(session, 0, STEPS)
         saved = moments(session)
         paths = {style: save(session, folder / writer / style, style) for style in STYLES}
@@ -101,7 +96,8 @@ def table(folder: Path, names: list[str], data: Any, flags: dict[str, Any]) -> l
             rows.append([writer, style])
             for reader_name in names:
                 reader = SCRIPTS[reader_name]
-                other = Session(reader, reader.Config(**flags, seed=7), data)
+                own = OWN.get(reader_name, {})
+                other = Session(reader, reader.Config(**flags, **own, seed=7), data)
                 stop_balancing(other)
                 common.load_checkpoint(paths[style], other.model, other.optimizer)
                 wrong = [] if same(moments(other), saved) else ["moments"]

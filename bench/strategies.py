@@ -103,6 +103,12 @@ def traffic_table(ranks: int = 8) -> str:
             "all-reduce of gradients: 2G(N-1)/N", 2 * 4 * gb * share,
         ),
         (
+            "`ddp_pretrain.py --shard_optimizer`", "parameters and gradients, 1/N of the moments",
+            (8 + 8 / ranks) * gb,
+            "as DDP, and broadcasts of the updated parameters, 4 bytes each: G(N-1)/N",
+            3 * 4 * gb * share,
+        ),
+        (
             "`fsdp1_pretrain.py`, `fsdp2_pretrain.py`",
             "1/N of everything; the root and one or two blocks are unsharded while needed (not in "
             "the figure)", 16 * gb / ranks,

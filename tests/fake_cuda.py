@@ -305,6 +305,8 @@ class Recorder(TorchDispatchMode):
             heads = "own heads" if args[0].shape[1] != args[1].shape[1] else "equal heads"
             SEEN[f"attention varlen, {heads}"] += 1
             SEEN[f"boundaries on {args[3].device}"] += 1
+        if func is aten._scaled_dot_product_flash_attention.default:
+            SEEN["flash kernel"] += 1
         if func is aten._pin_memory.default:
             SEEN["pinned"] += 1
             return torch.empty_like(first)  # a copy of a constant would be a real one

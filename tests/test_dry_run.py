@@ -28,7 +28,10 @@ MODES = {
     "selective": {"activation_checkpointing": "selective"},
 }
 OWN = {
-    "ddp_pretrain": {"buckets": {"model": "tiny"}},  # large enough for a second one
+    "ddp_pretrain": {
+        "buckets": {"model": "tiny"},  # large enough for a second one
+        "zero1": {"shard_optimizer": True},
+    },
     "fsdp1_pretrain": {
         "grad_op": {"sharding_strategy": "shard_grad_op", "accumulate": 2},
         "hybrid": {"sharding_strategy": "hybrid_shard"},
@@ -47,6 +50,8 @@ OWN = {
     "fsdp2_tp_pretrain": {"packed": {"batching": "packed"}},
     "fsdp2_cp_pretrain": {
         "packed": {"batching": "packed"}, "four": {"context_parallel": 4},
+        "ring": {"context_attention": "ring"},
+        "four_ring": {"context_parallel": 4, "context_attention": "ring"},
     },
     "fsdp2_pp_pretrain": {
         "four": {"pipeline_parallel": 4, "model": "FOUR"},

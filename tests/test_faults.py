@@ -497,8 +497,8 @@ def test_all_pairs_of_scripts_and_styles():
     done = torchrun(2, "bench/pairs.py")
     assert (done.returncode, done.stderr) == (0, "")
     rows = [row for row in done.stdout.splitlines() if " stateful " in row or " separate " in row]
-    assert len(rows) == 12 + 12  # of a dense model, and of an MoE model
-    assert all(row.count("| equal") == 6 for row in rows), done.stdout
+    assert len(rows) == 14 + 14  # of a dense model, and of an MoE model
+    assert all(row.count("| equal") == 7 for row in rows), done.stdout
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,7 @@ for mode in ("full", "selective"):
     RUNS[f"checkpointing {mode}"] = "fsdp2_pretrain.py", {"activation_checkpointing": mode}
 for batching in ("bucketed", "packed"):
     RUNS[f"experts {batching}"] = EXPERTS, {"batching": batching, "model": "tiny-moe"}
+RUNS["fsdp2_cp_pretrain.py ring"] = "fsdp2_cp_pretrain.py", {"context_attention": "ring"}
 RUNS["replicas"] = "fsdp2_pretrain.py", {"dp_replicate": 2}
 RUNS["unsharded after forward"] = "fsdp2_pretrain.py", {"reshard_after_forward": False}
 RUNS["offload"] = "fsdp2_pretrain.py", {"cpu_offload": True}
@@ -126,6 +127,9 @@ def test_attention_uses_the_fast_kernels(seen, name):
         expected = {"attention math", *["attention document by document"] * packed}
     elif name == "padded":  # cuDNN plans a kernel for each shape, and there are few
         expected = {"attention cudnn"}
+    if "ring" in name:  # it calls the kernel itself
+        assert events(seen[name], "flash kernel")
+        expected = set()
     assert kernels == expected
     assert set(events(seen[name], "boundaries")) <= {"boundaries on cuda:1"}
 

@@ -44,7 +44,7 @@ STRATEGY = [
     "optimizer_parameters",
     "forward_backward",
     "clip_grad_norm",
-    "zero_grad",
+    "optimizer_step",
     "validation_loss",
 ]
 LAYOUT = [

@@ -59,7 +59,12 @@ REFERENCE_MODES = {
 }
 NO_CLIP = {"no_clip": {"grad_clip": 0.0}}
 OWN_MODES = {
-    "ddp": REFERENCE_MODES | NO_CLIP,
+    "ddp": {
+        **REFERENCE_MODES,
+        **NO_CLIP,
+        "zero1": {"shard_optimizer": True},
+        "zero1_bf16": {"shard_optimizer": True, "precision": "bf16"},
+    },
     "fsdp1": {
         **NO_CLIP,
         "reduce_every": {"reduce_every_micro_batch": True},
@@ -81,7 +86,13 @@ OWN_MODES = {
         "keep_after_forward": {"reshard_after_forward": False},
         "reduce_every": {"reduce_every_micro_batch": True},
     },
-    "cp": {"reduce_every": {"reduce_every_micro_batch": True}},
+    "cp": {
+        "reduce_every": {"reduce_every_micro_batch": True},
+        "ring": {"context_attention": "ring"},
+        "ring_full": {"context_attention": "ring", "activation_checkpointing": "full"},
+        "ring_selective": {"context_attention": "ring", "activation_checkpointing": "selective"},
+        "ring_bf16": {"context_attention": "ring", "precision": "bf16"},
+    },
     "pp": {
         "one_stage": {"pipeline_parallel": 1},
         "hybrid": {"pipeline_parallel": 1, "dp_replicate": 2},
@@ -264,7 +275,7 @@ def train(script, flags: dict, device: torch.device, merge=False, count=False) -
         seen["norms"].append(measured["grad_norm"])
         seen["expert_load"].append(batch.measured.get("expert_load"))
         if script is ddp_pretrain:
-            seen["in_step"] &= all(same_on_all_ranks(p.detach()) for p in parameters)
+            seen["in_step"] &= all(same_on_all_ranks(p.detach()) for p in model.parameters())
     seen["micro_batches"] = len(batch.micro_batches)
     kept = [p.grad for p in parameters if p.grad is not None]
     seen["gradients"] = "none" if not kept else "zero" if not any(map(torch.any, kept)) else "some"
