@@ -29,6 +29,7 @@ import ddp_pretrain
 import fsdp1_pretrain
 import fsdp2_cp_pretrain
 import fsdp2_ep_pretrain
+import fsdp2_nd_pretrain
 import fsdp2_pp_pretrain
 import fsdp2_pretrain
 import fsdp2_tp_pretrain
@@ -36,17 +37,21 @@ import fsdp2_tp_pretrain
 SCRIPTS = {"ddp": ddp_pretrain, "fsdp1": fsdp1_pretrain, "fsdp2": fsdp2_pretrain}
 INSIDE = {"tp": fsdp2_tp_pretrain, "cp": fsdp2_cp_pretrain, "pp": fsdp2_pp_pretrain}
 INSIDE |= {"ep": fsdp2_ep_pretrain}
+INSIDE |= {"nd": fsdp2_nd_pretrain}
 SCRIPTS |= INSIDE | {"zero1": ddp_pretrain}
-# TP refuses MoE models, and EP refuses dense models.
+# TP and N-D parallelism refuse MoE models, and EP refuses dense models.
 DENSE = [name for name in SCRIPTS if name != "ep"]
-WITH_EXPERTS = [name for name in SCRIPTS if name != "tp"]
+WITH_EXPERTS = [name for name in SCRIPTS if name not in ("tp", "nd")]
 STYLES = ["stateful", "separate"]
 STEPS = 2
 FLAGS: dict[str, Any] = {  # without clipping, because each script sums the norm in its own order
     "grad_clip": 0.0, "micro_batch_tokens": 512, "global_batch_tokens": 2048,
     "activation_checkpointing": "0.5",  # must not show in the names
 }  # fmt: skip
-OWN: dict[str, dict[str, Any]] = {"zero1": {"shard_optimizer": True}}
+OWN: dict[str, dict[str, Any]] = {
+    "zero1": {"shard_optimizer": True},
+    "nd": {"context_parallel": 2},
+}
 
 
 def train(session: Session, first: int, last: int) -> list[float]:

@@ -44,8 +44,8 @@ def flags() -> str:
     """All flags of the scripts: default (of each script that has another one) and meaning."""
     lines = ["| flag | default | |", "| --- | --- | --- |"]
     scripts = ["fsdp2_pretrain", "fsdp1_pretrain", "ddp_pretrain", "fsdp2_tp_pretrain"]
-    scripts += ["fsdp2_cp_pretrain", "fsdp2_pp_pretrain", "fsdp2_ep_pretrain", "fsdp2_sft"]
-    scripts += ["fsdp2_grpo"]
+    scripts += ["fsdp2_cp_pretrain", "fsdp2_pp_pretrain", "fsdp2_ep_pretrain", "fsdp2_nd_pretrain"]
+    scripts += ["fsdp2_sft", "fsdp2_grpo"]
     configs = {script: importlib.import_module(script).Config for script in scripts}
     fields = {
         script: {f.name: f for f in dataclasses.fields(configs[script])} for script in scripts

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 STRATEGIES = ["ddp", "fsdp1", "fsdp2"]
 # A group of ranks shares each layer, each sequence, the blocks, or the experts.
-INSIDE = ["fsdp2_tp", "fsdp2_cp", "fsdp2_pp", "fsdp2_ep"]
+INSIDE = ["fsdp2_tp", "fsdp2_cp", "fsdp2_pp", "fsdp2_ep", "fsdp2_nd"]
 
 
 def parser(docstring: str | None) -> argparse.ArgumentParser:

@@ -58,6 +58,10 @@ OWN = {
         "four_hybrid": {"dp_replicate": 2},
     },
     "fsdp2_ep_pretrain": {"four": {"expert_parallel": 4}},
+    "fsdp2_nd_pretrain": {
+        "four_tp_pp": {"tensor_parallel": 2, "pipeline_parallel": 2},
+        "four_cp_tp": {"context_parallel": 2, "tensor_parallel": 2},
+    },
     "fsdp2_sft": {},
 }  # fmt: skip
 
@@ -183,7 +187,7 @@ def test_prediction_equals_real_ranks(real, two_blocks, case):
     ranks, name, mode = case.split()
     flags = cases(int(ranks), two_blocks)[case][1]
     check_prediction(predict(name, flags, int(ranks)), real(case))
-    if "pp" in name:  # the last stage has the head
+    if "pp" in case:  # the last stage has the head
         last = predict(name, flags, int(ranks), rank=int(ranks) - 1)
         check_prediction(last, real(f"{case} last"))
 
@@ -193,9 +197,12 @@ def check_prediction(report: dry_run.Report, seen: dict) -> None:
     assert sorted(calls) == sorted(seen["calls"])
     assert 2 * len(calls) == seen["gloo"]  # in two steps, as PyTorch's profiler counts them
     assert [report.parameters, report.gradients, report.optimizer] == seen["kept"]
-    # A real all-to-all holds what it sends until it is waited for. A fake one ends at once, which
-    # is 3 % of a small MoE model that is recomputed.
+    # A real collective that autograd knows holds what it sends until it is waited for. A fake one
+    # ends at once, which is 3 % of a small MoE model that is recomputed, and 6 % of the hidden
+    # states that a TP group of a pipeline holds.
     tolerance = 0.05 if report.experts else 0.02
+    if {"tensor", "pipeline"} <= {call.group for call in report.calls}:
+        tolerance = 0.08
     assert abs(sum(report.peak.values()) / seen["peak"] - 1) < tolerance
 
 
@@ -207,6 +214,7 @@ FORMS = [
         marks=[pytest.mark.drill] if ranks > 2 or mode in ("bf16", "full") else [],
     )
     for name, own in OWN.items()
+    if name != "fsdp2_nd_pretrain"
     for mode in ["plain", "bf16", "full", *own]
     for ranks in (2, 8, 1024)
     if (ranks < 1024 or mode in ("plain", "hybrid"))  # that many take seconds

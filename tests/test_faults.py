@@ -497,8 +497,8 @@ def test_all_pairs_of_scripts_and_styles():
     done = torchrun(2, "bench/pairs.py")
     assert (done.returncode, done.stderr) == (0, "")
     rows = [row for row in done.stdout.splitlines() if " stateful " in row or " separate " in row]
-    assert len(rows) == 14 + 14  # of a dense model, and of an MoE model
-    assert all(row.count("| equal") == 7 for row in rows), done.stdout
+    assert len(rows) == 16 + 14  # of a dense model, and of an MoE model
+    assert [row.count("| equal") for row in rows] == 16 * [8] + 14 * [7], done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -736,6 +736,7 @@ def test_a_pipeline_passes_torchs_own_checks(flags, tmp_path, monkeypatch):
         ("fsdp2_pretrain", "true", 8, 16384),
         ("fsdp2_pp_pretrain", "true", 4, 8192),
         ("fsdp2_ep_pretrain", "false", 4, 8192),
+        ("fsdp2_nd_pretrain", "true", 4, 8192),
     ],
 )
 def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
@@ -744,6 +745,8 @@ def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
     """The global batches make steps slow enough to be hit."""
     if script == "fsdp2_ep_pretrain":
         flags = flags | {"model": mixture_directory}
+    if script == "fsdp2_nd_pretrain":
+        flags = flags | {"tensor_parallel": 2}
     flags = flags | {"steps": 3 * kills, "checkpoint_every": 2, "async_checkpoint": background}
     flags |= {"global_batch_tokens": tokens}
     whole, storm = tmp_path / "whole", tmp_path / "storm"

@@ -22,7 +22,7 @@ from conftest import EXPERTS, INSIDE, ROOT, SCRIPTS, metrics, read_lines
 import common
 import fsdp2_grpo
 
-ALL_SCRIPTS = [*SCRIPTS, *INSIDE, EXPERTS, "fsdp2_sft.py", "fsdp2_grpo.py"]
+ALL_SCRIPTS = [*SCRIPTS, *INSIDE, EXPERTS, "fsdp2_nd_pretrain.py", "fsdp2_sft.py", "fsdp2_grpo.py"]
 # All are imported before one is parsed, because HfArgumentParser changes the types of the fields
 # that the scripts inherit.
 CONFIGS = {script: importlib.import_module(script[:-3]).Config for script in ALL_SCRIPTS}
