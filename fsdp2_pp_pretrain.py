@@ -17,12 +17,16 @@ micro-batch, a stage sends hidden states (A) to the next stage, and their gradie
 Within a stage, with P the bytes of its parameters: one all-gather of the parameters and one
 reduce-scatter of the gradients, P(N-1)/N each, however many micro-batches there are.
 
-The bubble: k micro-batches need k+S-1 slots to pass through S stages, and each stage idles in S-1
-of them. GPipe (arXiv 1811.06965) runs all forwards, then all backwards. 1F1B (arXiv 2104.04473),
-used here, has the same bubble but runs each backward as early as it can. So a stage keeps the
-activations of S micro-batches instead of k. Interleaved schedules (same paper) give each rank v
-shorter stages, which divides the bubble by v and multiplies the volume by v. Zero-bubble schedules
-(arXiv 2401.10241) fill it with the gradients of weights, which no other stage waits for.
+`--schedule` is the order of forwards and backwards. While a stage waits for others, it idles, which
+is the bubble of the pipeline:
+- `gpipe` (arXiv 1811.06965) runs all forwards, then all backwards. k micro-batches need k+S-1 slots
+  to pass through S stages, and each stage idles in S-1 of them. It keeps the activations of k.
+- `1f1b` (PipeDream-Flush, arXiv 2006.09503) has the same bubble but runs each backward as early as
+  it can. So a stage keeps the activations of S micro-batches instead of k.
+- `interleaved` (arXiv 2104.04473) gives each rank two shorter stages. That halves the bubble,
+  doubles the volume between stages, and keeps more activations.
+- `zero_bubble` (ZB1P, arXiv 2401.10241) splits backward: the gradient of the input, for which the
+  previous stage waits, comes first. The gradients of the weights fill the bubble.
 """
 
 import gc
@@ -41,7 +45,13 @@ from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -120,7 +130,10 @@ class Config(common.RunFlags):
     compile: bool = flag(False, "compile each transformer block")
 
     # this strategy
-    pipeline_parallel: PositiveInt = flag(2, "pipeline stages that the blocks are split into")
+    pipeline_parallel: PositiveInt = flag(2, "ranks that the blocks are split over")
+    schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = flag(
+        "1f1b", "order of forwards and backwards; interleaved: two stages per rank"
+    )
     dp_replicate: PositiveInt = flag(1, "replicas of each sharded stage (HSDP)")
     cpu_offload: bool = flag(False, "keep parameters, gradients and optimizer state in CPU memory")
 
@@ -150,6 +163,20 @@ class Config(common.RunFlags):
             raise ValueError(
                 f"--global_batch_tokens {self.global_batch_tokens} holds fewer micro-batches than "
                 f"there are stages: use at least {smallest}"
+            )
+        # How many times the micro-batches of a rank fill the pipeline.
+        count = self.global_batch_tokens // (self.micro_batch_tokens * stage_size)
+        rounds = count // self.pipeline_parallel
+        if self.schedule in ("interleaved", "zero_bubble") and count % rounds:
+            raise ValueError(
+                f"--schedule {self.schedule} needs micro-batches that fill the pipeline evenly: "
+                f"make --global_batch_tokens a multiple of {smallest}"
+            )
+        selective = self.activation_checkpointing == "selective"
+        if self.schedule == "zero_bubble" and (self.compile or selective):
+            raise ValueError(
+                "--schedule zero_bubble works neither with --compile nor with "
+                "--activation_checkpointing selective, because it splits backward"
             )
 
 
@@ -192,19 +219,17 @@ def dp_rank_and_size(config: Config) -> tuple[int, int]:
     return dist.get_rank() % size, size
 
 
-class Stage(PipelineStage):
-    """The stage of this rank, and what its forward and backward need.
+SCHEDULES = {
+    "1f1b": Schedule1F1B,
+    "gpipe": ScheduleGPipe,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+FORWARD = {"F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"}  # actions of a schedule
 
-    `parallelize` stores it as `model.stage`. The training loop passes only the model around, and
-    a checkpoint must hold the model under its own names, so a module around it would not do.
 
-    Args:
-        micro_batches: what the next forward passes run on, see `stage_forward`.
-        embedding_group: the first and the last stage of a pipeline, if they share the embedding.
-    """
-
-    micro_batches: Iterator[dict[str, Any]]
-    embedding_group: dist.ProcessGroup | None = None
+def stages_per_rank(config: Config) -> int:
+    return 2 if config.schedule == "interleaved" else 1
 
 
 def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
@@ -214,6 +239,10 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     schedule keeps the parameters unsharded and accumulates unsharded gradients during the whole
     step. It all-gathers once before the first forward, and reduce-scatters once after the last
     backward. So the flags --reshard_after_forward and --reduce_every_micro_batch do not exist here.
+
+    The model keeps the modules of this rank under its own names, for the checkpoint. `model.stages`
+    are what PyTorch's pipelining runs. `model.embedding_group` has the first and the last rank of a
+    pipeline, if they share the embedding.
     """
     check_model(model, config)
     checkpoint_activations(transformer_blocks(model), config.activation_checkpointing)
@@ -241,21 +270,20 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
-    stage = build_stage(model, config, device)
-    own_blocks = keep_stage(model, stage)
-    model.stage = stage
-    model.forward = partial(stage_forward, stage, model.forward, config.micro_batch_tokens)
-
+    build_stages(model, config, device)
+    keep_own_modules(model)
     initialize(model, modules_outside_blocks(model), config.seed, device)
-    if model.config.tie_word_embeddings and stage.is_last:
+    if model.config.tie_word_embeddings and model.stages[-1].is_last:
         model.tie_weights()  # `initialize` gave each module memory of its own, which unties them
-    # `fully_shard` claims only parameters that no submodule has claimed yet, so apply it bottom-up:
-    # blocks first, then the root.
-    for block in own_blocks:
-        # Initialize one block at a time, so that no rank ever holds more than one full block.
-        initialize(model, block.modules(), config.seed, device)
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    for stage in model.stages:
+        # `fully_shard` claims only parameters that no submodule has claimed yet, so apply it
+        # bottom-up: blocks first, then the stage.
+        for block in stage.submod.blocks:
+            if not isinstance(block, PassThrough):
+                # Initialize one block at a time, so that no rank ever holds more than one full one.
+                initialize(model, block.modules(), config.seed, device)
+                fully_shard(block, **options)
+        fully_shard(stage.submod, **options)
     return model
 
 
@@ -285,45 +313,11 @@ def check_model(model: nn.Module, config: Config) -> None:
             "hidden states"
         )
     num_blocks = len(transformer_blocks(model))
-    if num_blocks < config.pipeline_parallel:
+    if num_blocks < config.pipeline_parallel * stages_per_rank(config):
         common.refuse(
-            f"--pipeline_parallel {config.pipeline_parallel} is more than the {num_blocks} blocks"
+            f"--pipeline_parallel {config.pipeline_parallel} x {stages_per_rank(config)} stages is "
+            f"more than the {num_blocks} blocks"
         )
-
-
-def build_stage(model: nn.Module, config: Config, device: torch.device) -> Stage:
-    """Describe this rank's stage to PyTorch's pipelining, and create the process groups it uses."""
-    num_stages = config.pipeline_parallel
-    _, dp_size = dp_rank_and_size(config)
-    # The ranks of a pipeline work on the same micro-batches. NOTE: give sends and receives a group
-    # of their own. Stages make unequal numbers of them, which confuses the checks of collectives
-    # (TORCH_DISTRIBUTED_DEBUG=DETAIL) in a group that has both.
-    pipelines = [list(range(i, dist.get_world_size(), dp_size)) for i in range(dp_size)]
-    # Under gloo, a send waits as long as its group's timeout.
-    timeout = timedelta(minutes=config.timeout_minutes)
-    group, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=timeout)
-    # Declare what stages send. Otherwise PyTorch runs an extra forward to find out, for each new
-    # schedule, which means at every step.
-    hidden = torch.empty(
-        (config.micro_batch_tokens, model.config.hidden_size),
-        dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
-        device="meta",
-        requires_grad=True,
-    )
-    index = dist.get_rank() // dp_size
-    stage = Stage(
-        model,
-        index,
-        num_stages,
-        device,
-        input_args=hidden if index > 0 else (),
-        output_args=hidden,
-        group=group,
-    )
-    if model.config.tie_word_embeddings and num_stages > 1:
-        ends = [[ranks[0], ranks[-1]] for ranks in pipelines]
-        stage.embedding_group, _ = dist.new_subgroups_by_enumeration(ends)
-    return stage
 
 
 class PassThrough(nn.Module):
@@ -333,59 +327,129 @@ class PassThrough(nn.Module):
         return hidden
 
 
-def keep_stage(model: nn.Module, stage: Stage) -> list[nn.Module]:
-    """Drop what belongs to other stages; returns the blocks of this one.
+class Stage(nn.Module):
+    """What one stage has of the model, with a forward for PyTorch's pipelining.
+
+    It is a module of its own because a rank may have several stages, and a schedule gathers and
+    reduces the parameters of one at a time.
 
     The first stage has the embedding, and the last one has the last norm and the head. Every stage
     gets equally many blocks, although the head and the loss are extra work for the last one.
-    """
-    blocks = transformer_blocks(model)
-    own_blocks = []
-    for i, block in enumerate(blocks):
-        if i * stage.num_stages // len(blocks) == stage.stage_index:
-            own_blocks.append(block)
-        else:
-            blocks[i] = PassThrough()
-    decoder = model.get_decoder()
-    if not stage.is_last:
-        decoder.norm = nn.Identity()
-        model.lm_head = None
-    has_tied_head = stage.is_last and model.config.tie_word_embeddings
-    if not stage.is_first and not has_tied_head:
-        decoder.embed_tokens = None
-    return own_blocks
-
-
-def stage_forward(
-    stage: Stage, full_forward: Callable, num_positions: int, hidden: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Run a stage's blocks on its next micro-batch.
-
-    Every stage reads the micro-batches itself, so labels, positions and cumulative sequence lengths
-    need not be sent.
-
-    NOTE: PyTorch's pipelines send tensors of one shape, so pad them to the largest. A tensor of
-    another shape would be received wrongly or abort the run.
 
     Args:
-        full_forward: the forward of the full model, `forward_with_loss`.
         num_positions: --micro_batch_tokens, the largest number of sequences x length.
-        hidden: [num_positions, hidden size] from the previous stage; None on the first stage.
-
-    Returns:
-        The hidden states for the next stage, of the same shape, or the summed loss on the last one.
     """
-    micro_batch = dict(next(stage.micro_batches))
-    sequences, length = micro_batch["labels"].shape
-    if hidden is not None:
-        hidden = hidden[: sequences * length].unflatten(0, (sequences, length))
-        micro_batch |= {"input_ids": None, "inputs_embeds": hidden}
-    if stage.is_last:
-        return full_forward(**micro_batch)
-    del micro_batch["labels"]
-    output = stage.submod.get_decoder()(use_cache=False, **micro_batch)
-    padding = num_positions - sequences * length
-    return nn.functional.pad(output.last_hidden_state.flatten(0, 1), (0, 0, 0, padding))
+
+    def __init__(self, model: nn.Module, index: int, num_stages: int, num_positions: int):
+        super().__init__()
+        self.run_model = (model, model.forward)  # in a tuple, so that it is not a submodule
+        self.num_positions = num_positions
+        self.is_last = index == num_stages - 1
+        self.micro_batches: Iterator[dict[str, Any]] = iter([])  # of the next forward passes
+        blocks = transformer_blocks(model)
+        self.blocks = nn.ModuleList(
+            block if i * num_stages // len(blocks) == index else PassThrough()
+            for i, block in enumerate(blocks)
+        )
+        decoder = model.get_decoder()
+        has_tied_head = self.is_last and model.config.tie_word_embeddings
+        self.embedding = decoder.embed_tokens if index == 0 or has_tied_head else None
+        self.norm = decoder.norm if self.is_last else nn.Identity()
+        self.head = model.lm_head if self.is_last else None
+
+    def forward(self, hidden: torch.Tensor | None = None) -> torch.Tensor:
+        """Run the stage's blocks on its next micro-batch.
+
+        Every stage reads the micro-batches itself, so labels, positions and cumulative sequence
+        lengths need not be sent.
+
+        NOTE: PyTorch's pipelines send tensors of one shape, so pad them to the largest. A tensor of
+        another shape would be received wrongly or abort the run.
+
+        Args:
+            hidden: [num_positions, hidden size] from the previous stage; None on the first stage.
+
+        Returns:
+            The hidden states for the next stage, of the same shape, or on the last one the summed
+            loss.
+        """
+        micro_batch = dict(next(self.micro_batches))
+        sequences, length = micro_batch["labels"].shape
+        if hidden is not None:
+            hidden = hidden[: sequences * length].unflatten(0, (sequences, length))
+            micro_batch |= {"input_ids": None, "inputs_embeds": hidden}
+        model, full_forward = self.run_model
+        decoder = model.get_decoder()
+        of_all_stages = decoder.layers, decoder.norm
+        decoder.layers, decoder.norm = self.blocks, self.norm
+        try:
+            if self.is_last:
+                return full_forward(**micro_batch)
+            del micro_batch["labels"]
+            output = decoder(use_cache=False, **micro_batch)
+        finally:
+            decoder.layers, decoder.norm = of_all_stages
+        padding = self.num_positions - sequences * length
+        return nn.functional.pad(output.last_hidden_state.flatten(0, 1), (0, 0, 0, padding))
+
+
+def build_stages(model: nn.Module, config: Config, device: torch.device) -> None:
+    """Describe this rank's stages to PyTorch's pipelining, and create the groups they use."""
+    _, dp_size = dp_rank_and_size(config)
+    # The ranks of a pipeline work on the same micro-batches. NOTE: give sends and receives a group
+    # of their own. Stages make unequal numbers of them, which confuses the checks of collectives
+    # (TORCH_DISTRIBUTED_DEBUG=DETAIL) in a group that has both.
+    pipelines = [list(range(i, dist.get_world_size(), dp_size)) for i in range(dp_size)]
+    # Under gloo, a send waits as long as its group's timeout.
+    timeout = timedelta(minutes=config.timeout_minutes)
+    group, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=timeout, group_desc="pipeline")
+    # Declare what stages send. Otherwise PyTorch runs an extra forward to find out, for each new
+    # schedule, which means at every step.
+    hidden = torch.empty(
+        (config.micro_batch_tokens, model.config.hidden_size),
+        dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
+        device="meta",
+        requires_grad=True,
+    )
+    num_stages = config.pipeline_parallel * stages_per_rank(config)
+    model.stages = []
+    # Rank 0 has the stages 0, S, ..., rank 1 has 1, S+1, ...
+    for index in range(dist.get_rank() // dp_size, num_stages, config.pipeline_parallel):
+        stage = PipelineStage(
+            Stage(model, index, num_stages, config.micro_batch_tokens),
+            index,
+            num_stages,
+            device,
+            input_args=hidden if index > 0 else (),
+            output_args=hidden,
+            group=group,
+        )
+        model.stages.append(stage)
+    model.embedding_group = None
+    if model.config.tie_word_embeddings and config.pipeline_parallel > 1:
+        ends = [[ranks[0], ranks[-1]] for ranks in pipelines]
+        model.embedding_group, _ = dist.new_subgroups_by_enumeration(ends, group_desc="embedding")
+
+
+def keep_own_modules(model: nn.Module) -> None:
+    """Drop from the model what belongs to stages of other ranks."""
+    own = {module for stage in model.stages for module in stage.submod.modules()}
+    blocks, decoder = transformer_blocks(model), model.get_decoder()
+    for i, block in enumerate(blocks):
+        if block not in own:
+            blocks[i] = PassThrough()
+    if not model.stages[-1].is_last:
+        decoder.norm = nn.Identity()
+        model.lm_head = None
+    if decoder.embed_tokens not in own:
+        decoder.embed_tokens = None
+
+
+def build_schedule(stages: list[PipelineStage], name: str, *arguments: Any) -> Any:
+    """Return a schedule; the simple ones take a single stage."""
+    own = stages[0] if name in ("1f1b", "gpipe") else stages
+    # NOTE: scale_grads=True would divide the gradients by the number of micro-batches as well.
+    return SCHEDULES[name](own, *arguments, scale_grads=False)
 
 
 def optimizer_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -404,8 +468,8 @@ def forward_backward(
 ) -> torch.Tensor:
     """Run forward and backward on all micro-batches; returns the loss summed over all ranks.
 
-    The schedule is 1F1B: once the first micro-batches have filled the pipeline, each stage
-    alternates one forward and one backward of an earlier micro-batch.
+    With 1F1B, once the first micro-batches have filled the pipeline, each stage alternates one
+    forward and one backward of an earlier micro-batch.
     """
     total_loss = torch.zeros((), device=device)
 
@@ -415,22 +479,22 @@ def forward_backward(
         return loss * scale
 
     micro_batches = [common.to_device(micro_batch, device) for micro_batch in batch.micro_batches]
-    model.stage.micro_batches = iter(micro_batches)
+    for stage in model.stages:
+        stage.submod.micro_batches = iter(micro_batches)
     # The loss of a step is the sum over all target tokens, divided by their number in the global
     # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
     # FSDP averages gradients over the ranks of a stage, so multiply by their number to get a sum.
     _, dp_size = dp_rank_and_size(config)
     scales = torch.full((len(micro_batches),), dp_size / batch.num_targets, device=device)
-    # NOTE: scale_grads=True would divide the gradients by the number of micro-batches as well.
-    schedule = Schedule1F1B(model.stage, len(micro_batches), scaled_loss, scale_grads=False)
+    schedule = build_schedule(model.stages, config.schedule, len(micro_batches), scaled_loss)
     # All-gathers, then sends and receives, then reduce-scatters. The schedule splits `target`, so
     # that `scaled_loss` gets one scale for each micro-batch.
     schedule.step(target=scales, return_outputs=False)
-    if model.stage.embedding_group is not None:
+    if model.embedding_group is not None:
         # The first stage computes the gradient of the tied embedding as the embedding, and the last
         # one as the head. Both need the sum, which keeps their copies equal.
         gradient = model.get_input_embeddings().weight.grad.to_local()
-        dist.all_reduce(gradient, group=model.stage.embedding_group)
+        dist.all_reduce(gradient, group=model.embedding_group)
     dist.all_reduce(total_loss)
     return total_loss
 
@@ -441,16 +505,16 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     NOTE: the norm covers all stages, but a rank only has gradients of its own.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    if model.stage.embedding_group is not None and model.stage.is_last:
+    if model.embedding_group is not None and model.stages[-1].is_last:
         # The first stage counts the tied embedding.
         embedding = model.get_input_embeddings().weight
         counted = [parameter.grad for parameter in parameters if parameter is not embedding]
     else:
         counted = [parameter.grad for parameter in parameters]
-    squared_norm = nn.utils.get_total_norm(counted).full_tensor() ** 2  # of this stage
+    squared_norm = nn.utils.get_total_norm(counted).full_tensor() ** 2  # of this rank's stages
     # All ranks of a stage have the same value, so the sum counts each stage that many times.
     dist.all_reduce(squared_norm)
-    stage_size = dist.get_world_size() / model.stage.num_stages
+    stage_size = dist.get_world_size() / model.stages[0].group_size
     norm = (squared_norm / stage_size).sqrt()
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
@@ -481,10 +545,16 @@ def validation_loss(
 
     # Without a backward, a stage can start on the next micro-batch as soon as it has sent its
     # hidden states. So a schedule of one micro-batch at a time fills the pipeline too.
-    schedule = ScheduleGPipe(model.stage, 1, add_loss)
+    name = "interleaved" if len(model.stages) > 1 else "gpipe"
+    schedule = build_schedule(model.stages, name, 1, add_loss)
+    if name == "interleaved":
+        # NOTE: torch 2.13 would run the backward between two stages of a rank here too.
+        for actions in schedule.pipeline_order_with_comms.values():
+            actions[:] = [action for action in actions if action.computation_type in FORWARD]
     for micro_batch in micro_batches:  # forward all-gathers, so each rank needs equally many
         micro_batch = common.to_device(micro_batch, device)
-        model.stage.micro_batches = iter([micro_batch])
+        for stage in model.stages:
+            stage.submod.micro_batches = iter([micro_batch])
         schedule.eval(target=micro_batch["labels"], return_outputs=False)
     dist.all_reduce(total)
     return total

@@ -19,15 +19,12 @@ import fsdp2_pretrain
 
 def main() -> None:
     out, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
-    device = fsdp2_pretrain.init_process_group(fsdp2_pretrain.Config())
+    device = fsdp2_pretrain.init_process_group(fsdp2_pretrain.Config(micro_batch_tokens=512))
     gc.freeze()
     seen = {}
     for case, flags in cases.items():
         script = fsdp2_pretrain if case.startswith("fsdp2") else fsdp2_nd_pretrain
-        full_loss = script.CHUNK_TOKENS
-        script.CHUNK_TOKENS = flags.pop("CHUNK_TOKENS", full_loss)
         seen[case] = worker.train(script, flags, device)
-        script.CHUNK_TOKENS = full_loss
         gc.collect()
         torch._dynamo.reset()
     if dist.get_rank() == 0:

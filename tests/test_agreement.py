@@ -129,14 +129,15 @@ def test_ranks_that_share_a_model_change_nothing(
     assert all(("expert_load" in line) == (script == EXPERTS) for line in metrics(other)[0])
 
 
-def check_tied_copies(directory: Path) -> None:
+def check_tied_copies(directory: Path, ranks: int = 4) -> None:
     """The first stage writes its copy as the embedding, and the last one its own as the head."""
     checkpoint = max((directory / "checkpoints").iterdir())
     metadata = FileSystemReader(checkpoint / "model").read_metadata()
     names = ["model.embed_tokens.weight", "lm_head.weight"]
     copies = {name: torch.empty(metadata.state_dict_metadata[name].size) for name in names}
     files = {index.fqn: info.relative_path for index, info in metadata.storage_data.items()}
-    assert [files[name][:4] for name in names] == ["__0_", "__3_"]  # by the first and last rank
+    writers = [files[name][:4] for name in names]
+    assert writers == ["__0_", f"__{ranks - 1}_"]  # the first and the last rank
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that no process group is there
         dcp.load(copies, checkpoint_id=checkpoint / "model", no_dist=True)
@@ -165,6 +166,35 @@ def test_four_stages_change_nothing(run, tmp_path_factory, tied, own):
         start = other / f"checkpoints/step_{STEPS:08}"
         again = run(INSIDE[2], 4, model=directory, pipeline_parallel=4, resume=start, steps=9)
         check_tied_copies(again)
+
+
+ZERO_BUBBLE = {"schedule": "zero_bubble", "pipeline_parallel": 4, "grad_clip": 0.3}
+
+
+@pytest.mark.parametrize(
+    "ranks, own, tied",
+    [
+        (2, {"schedule": "interleaved"}, True),
+        pytest.param(4, {"schedule": "interleaved"}, False, marks=pytest.mark.drill),
+        pytest.param(4, ZERO_BUBBLE, True, marks=pytest.mark.drill),
+    ],
+)
+def test_schedules_change_nothing(run, tmp_path_factory, ranks, own, tied):
+    """Several stages per rank, with unequally many blocks. A checkpoint goes into FSDP2."""
+    directory = tmp_path_factory.mktemp("deep")
+    small_shape(num_hidden_layers=5, tie_word_embeddings=tied).save_pretrained(directory)
+    clip = {name: value for name, value in own.items() if name == "grad_clip"}
+    one = run("fsdp2_pretrain.py", ranks, model=directory, **clip)
+    other = run(INSIDE[2], ranks, model=directory, **own)
+    check_agreement(one, other)
+    if tied:
+        check_tied_copies(other, ranks)
+    ends = [
+        run("fsdp2_pretrain.py", ranks, model=directory, resume=end, steps=7, **clip)
+        for end in (run_dir / f"checkpoints/step_{STEPS:08}" for run_dir in (one, other))
+    ]
+    last = [metrics(end)[0][-1]["loss"] for end in ends]
+    assert last[1] == pytest.approx(last[0], rel=2e-6)
 
 
 def learning_rate(step: int, peak=0.01, least=4e-4, warmup=1) -> float:

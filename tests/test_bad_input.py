@@ -82,6 +82,13 @@ FLAGS = [
     ({"reduce_every_micro_batch": "true"}, "unknown flag or word --reduce_every_micro", PP, 2),
     ({"global_batch_tokens": 512}, "fewer micro-batches than there are stages: use at least 1024",
      PP, 2),
+    ({"schedule": "zero_bubble", "compile": "true"}, "works neither with --compile nor", PP, 2),
+    ({"schedule": "zero_bubble", "activation_checkpointing": "selective"},
+     "zero_bubble works neither with .*selective, because it splits backward", PP, 2),
+    ({"schedule": "interleaved", "global_batch_tokens": 5 * 512},
+     "--schedule interleaved needs .*make --global_batch_tokens a multiple of 1024", PP, 2),
+    ({"context_attention": "ring", "batching": "packed"}, "does not support --batching packed", CP,
+     2),
     ({}, "--expert_parallel 2 does not divide 1 ranks", EP),
     ({"compile": "true", "activation_checkpointing": "selective"},
      "--compile needs --activation_checkpointing none", EP, 2),
@@ -300,7 +307,7 @@ def test_under_torchrun_it_is_said_once_and_ends_within_30_seconds(commands):
     [
         (2, TP, {"vocab_size": 321}, "feed-forward width and the vocabulary .*: .2, 64, 321"),
         (3, CP, {}, "--context_parallel must divide the attention heads of the model: .4"),
-        (4, PP, {}, "--pipeline_parallel 4 is more than the 2 blocks"),
+        (4, PP, {}, "--pipeline_parallel 4 x 1 stages is more than the 2 blocks"),
         (2, EP, {"num_local_experts": 3}, "--expert_parallel 2 does not divide 3 experts"),
     ],
 )

@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import json
 import math
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -360,12 +359,9 @@ def stage_of(
     pp = fsdp2_pp_pretrain
     model_config = pp.build_model_config(config, tokenizer)
     model = pp.build_model(config, model_config)
-    stage = SimpleNamespace(
-        stage_index=index, num_stages=2, is_first=index == 0, is_last=index == 1, submod=model
-    )
-    pp.keep_stage(model, stage)
-    model.stage = stage
-    model.forward = partial(pp.stage_forward, stage, model.forward, config.micro_batch_tokens)
+    stage = pp.Stage(model, index, 2, config.micro_batch_tokens)
+    model.stages = [SimpleNamespace(submod=stage, is_last=index == 1)]
+    pp.keep_own_modules(model)
     pp.initialize(model, model.modules(), config.seed, CPU)
     if model_config.tie_word_embeddings and stage.is_last:
         model.tie_weights()
@@ -403,8 +399,10 @@ def test_a_type_in_two_stages_is_right_or_refused(name, tokenizer, tmp_path):
         for micro_batch in micro_batches(batching):
             expected = model(**micro_batch)
             expected.backward()
-            first.stage.micro_batches = last.stage.micro_batches = itertools.repeat(micro_batch)
-            loss = last(first())
+            stages = [model.stages[0].submod for model in (first, last)]
+            for stage in stages:
+                stage.micro_batches = itertools.repeat(micro_batch)
+            loss = stages[1](stages[0]())
             loss.backward()
             assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
         seen = gradients(first)

@@ -97,6 +97,9 @@ OWN_MODES = {
         "one_stage": {"pipeline_parallel": 1},
         "hybrid": {"pipeline_parallel": 1, "dp_replicate": 2},
         "cpu_offload": {"cpu_offload": True},
+        "gpipe": {"schedule": "gpipe"},
+        "zero_bubble": {"schedule": "zero_bubble"},
+        "zero_bubble_full": {"schedule": "zero_bubble", "activation_checkpointing": "full"},
     },
 }
 # An odd length is nothing special to a strategy that does not split it. A pipeline needs several
