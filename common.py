@@ -315,7 +315,10 @@ def to_transformers(encoding: tiktoken.Encoding) -> Tokenizer:
     """Return the transformers tokenizer that gives the same ids as a tiktoken encoding."""
     ranks = encoding._mergeable_ranks
     special = {index: name for name, index in encoding._special_tokens.items()}
-    if sorted(ranks.values()) != list(range(len(ranks))) or encoding.eot_token not in special:
+    if (
+        sorted(ranks.values()) != list(range(len(ranks)))
+        or "<|endoftext|>" not in encoding._special_tokens
+    ):
         refuse(f"--tokenizer {encoding.name} has gaps between its ids, or no end-of-text token")
     # Added tokens get consecutive ids, so name the unused ids (cl100k_base has some) too.
     added_ids = range(len(ranks), encoding.n_vocab)

@@ -7,7 +7,7 @@ sends each token to a few of them.
 
 When to use it: FSDP2 alone all-gathers all experts of a block, although each token uses only a few.
 Here tokens travel to the experts instead. Keep the ranks of a group inside one node. Read
-fsdp2_pretrain.py before it, and fsdp2_sft.py next.
+fsdp2_pretrain.py before it, and fsdp2_nd_pretrain.py next.
 
 Memory per rank, with N groups of E ranks: 1/(EN) of the parameters, gradients and AdamW moments.
 While a block computes, its unsharded parameters as well, but only 1/E of its experts.
@@ -61,7 +61,7 @@ from common import flag
 
 # --- Config ---------------------------------------------------------------------------------------
 
-NEXT_COMMAND = "torchrun --standalone --nproc-per-node=2 fsdp2_sft.py --init_from {run_dir}"
+NEXT_COMMAND = "torchrun --standalone --nproc-per-node=4 fsdp2_nd_pretrain.py --tensor_parallel 2"
 # The architectures that --model knows by name.
 SHAPES = {
     "tiny-moe": {
@@ -271,7 +271,12 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     if not model.config.tie_word_embeddings:
         # A tied embedding has to be in the same group as the head. An untied one can be freed
         # during the step.
-        fully_shard(model.get_input_embeddings(), mesh=world, mp_policy=precision)
+        fully_shard(
+            model.get_input_embeddings(),
+            mesh=world,
+            mp_policy=precision,
+            reshard_after_forward=config.reshard_after_forward,
+        )
     # The root claims the rest. Do not reshard it after forward, because backward starts with it.
     fully_shard(model, mesh=world, mp_policy=precision, reshard_after_forward=False)
     for module in model.modules():

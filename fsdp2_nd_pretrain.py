@@ -1,21 +1,20 @@
 """Causal-LM pretraining with all dimensions of parallelism on one mesh: DP, FSDP2, TP, CP and PP.
 
-    torchrun --standalone --nproc-per-node=4 fsdp2_nd_pretrain.py \\
-        --tensor_parallel 2 --pipeline_parallel 2
+    torchrun --standalone --nproc-per-node=4 fsdp2_nd_pretrain.py --tensor_parallel 2
 
 When to use it: one dimension alone reaches its limit. TP is limited by the GPUs of a node, CP by
 the heads, PP by the micro-batches of a step, and data parallelism by the global batch. Read the
 chapters of the dimensions before it: fsdp2_tp_pretrain.py, fsdp2_cp_pretrain.py and
-fsdp2_pp_pretrain.py, whose Strategy this script puts together. Every dimension may be 1.
+fsdp2_pp_pretrain.py, whose Strategy this script puts together. Read fsdp2_sft.py next.
 
     world size = pipeline_parallel x dp_replicate x shards x context_parallel x tensor_parallel
 
-What the flags leave of the world size is the number of shards. Neighboring ranks differ in the last
-dimension, and sit in the same node. So the dimensions are in the order of what they communicate,
-and whether that overlaps with compute:
+Every dimension may be 1. What the flags leave of the world size are the shards. Neighboring ranks
+differ in the last dimension, and sit in the same node. So the dimensions are in the order of what
+they communicate, and whether that overlaps with compute:
 - tensor: collectives inside each block, exposed. Keep the TP group inside a node.
 - context: all-to-alls around each attention, exposed. Inside a node too, if there is room.
-- shard: all-gathers and reduce-scatters of a stage's parameters, once per step. They overlap.
+- shard: an all-gather of a stage's parameters per step, which overlaps, and a reduce-scatter.
 - replicate: one all-reduce of a shard's gradients per step.
 - stage: hidden states between neighbors, the least of all. Across nodes.
 
@@ -148,7 +147,7 @@ class Config(common.RunFlags):
         world_size = int(os.environ.get("WORLD_SIZE", 1))
         sharing = self.pipeline_parallel * self.context_parallel * self.tensor_parallel
         dp_size = max(1, world_size // sharing)
-        if self.steps and world_size != sharing * dp_size or dp_size % self.dp_replicate:
+        if self.steps and world_size % (sharing * self.dp_replicate):
             raise ValueError(
                 "--pipeline_parallel x --dp_replicate x --context_parallel x --tensor_parallel = "
                 f"{sharing * self.dp_replicate} does not divide {world_size} ranks"
@@ -279,7 +278,7 @@ def build_mesh(config: Config, device: torch.device) -> tuple[DeviceMesh, Device
     for name, purpose in DIMENSIONS.items():
         group = mesh[name]
         if group.size() > 1:
-            common.say(f"{name} {group.size()}: {purpose}: ranks {group.mesh.tolist()}, ...")
+            common.say(f"{name} {group.size()}: {purpose}: ranks {group.mesh.tolist()[:8]}, ...")
     sharding = mesh["shard", "context"]._flatten("sharding")
     mesh["shard", "context", "tensor"]._flatten()  # one all-reduce for the gradient norm
     if config.dp_replicate > 1:

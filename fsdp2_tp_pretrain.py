@@ -140,8 +140,9 @@ class Config(common.RunFlags):
             )
         # Compiled with torch 2.13, DTensors that are sharded unevenly have wrong gradients, without
         # an error. Compiled blocks with full activation checkpointing fail.
-        multiple = self.pad_to_multiple_of
-        length = self.micro_batch_tokens if self.batching == "packed" else multiple
+        length = self.pad_to_multiple_of
+        if self.batching == "packed":
+            length = self.micro_batch_tokens
         if self.compile and length % self.tensor_parallel:
             raise ValueError(
                 "--compile needs sequence lengths that --tensor_parallel divides: make "
@@ -246,11 +247,8 @@ def check_model(model: nn.Module, config: Config) -> None:
         layers = {name.rpartition(".")[0] for name, _ in block.named_parameters()}
         if not has_plan or layers != BLOCK_PLAN.keys() - {"self_attn", "mlp"}:
             common.refuse(f"--model {config.model}: TP needs blocks with the layers of Llama's")
-    sizes = (
-        model.config.num_key_value_heads,
-        model.config.intermediate_size,
-        model.config.vocab_size,
-    )
+    shape = model.config
+    sizes = shape.num_key_value_heads, shape.intermediate_size, shape.vocab_size
     if math.gcd(*sizes) % config.tensor_parallel:
         common.refuse(
             "--tensor_parallel must divide the K/V heads, the feed-forward width and the "
@@ -310,7 +308,11 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     if not model.config.tie_word_embeddings:
         # A tied embedding has to be in the same group as the head. An untied one can be freed
         # during the step.
-        fully_shard(model.get_input_embeddings(), **options)
+        fully_shard(
+            model.get_input_embeddings(),
+            reshard_after_forward=config.reshard_after_forward,
+            **options,
+        )
     # The root claims the rest. Do not reshard it after forward, because backward starts with it.
     fully_shard(model, reshard_after_forward=False, **options)
     return model

@@ -636,11 +636,6 @@ def closed_form_of(report: Report, script: Any, config: Any) -> tuple[float, str
         gathers = (gathers_of_block(config) - 1) * report.micro_batches
         share = gathers * size_of_compute(config) * numbers * (shards - 1) / shards
         parts["as the root (embedding, last norm, head) is gathered once per micro-batch"] = -share
-        if has_embedding_unit(script, config, report.shape) and keeps_between_micro_batches(config):
-            # It is freed after forward nevertheless.
-            rows = math.ceil(report.shape.vocab_size // tensor_parallel / shards) * shards
-            again = report.micro_batches * size_of_compute(config) * rows * report.shape.hidden_size
-            parts["as backward gathers the untied embedding"] = again * (shards - 1) / shards
         parts["for shards of equal size"] = padding
     inside, more, ends = sent_inside(report, config)
     if ends:

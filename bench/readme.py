@@ -10,6 +10,7 @@ A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of
     inside                           tensor and context parallel, of docs/inside.json
     stages                           pipelines across machines, of docs/stages.json
     experts                          a mixture of experts on many GPUs, of docs/experts.json
+    meshes                           meshes for Llama 3's shapes, of docs/meshes.json
     sampling                         what sampling takes beside training (bench/strategies.py)
     bubble                           what stages wait, of docs/bubble.json
     pretraining, fine-tuning, steps  speed beside bare loops and libraries, of docs/compare.json
@@ -24,6 +25,7 @@ from collections.abc import Callable
 
 import bubble
 import compare
+import meshes
 import shared
 import strategies
 from shared import ROOT
@@ -77,6 +79,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "inside": strategies.inside_table,
         "stages": strategies.stages_table,
         "bubble": bubble.bubble_table,
+        "meshes": meshes.meshes_table,
         "experts": strategies.experts_table,
         "sampling": strategies.sampling_table,
         "steps": lambda: compare.steps_table(compared),
