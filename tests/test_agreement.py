@@ -103,17 +103,18 @@ def check_agreement(one: Path, other: Path) -> None:
     [
         (INSIDE[0], {}),
         (INSIDE[1], {}),
-        (INSIDE[1], {"context_parallel": 4}),
+        pytest.param(INSIDE[1], {"context_parallel": 4}, marks=pytest.mark.drill),
         (INSIDE[1], {"context_parallel": 4, "context_attention": "ring"}),
         pytest.param(INSIDE[1], {"context_attention": "ring"}, marks=pytest.mark.drill),
         (INSIDE[2], {}),
         pytest.param(INSIDE[2], {"dp_replicate": 2}, marks=pytest.mark.drill),
+        ("fsdp2_nd_pretrain.py", {"tensor_parallel": 2, "pipeline_parallel": 2}),
         (EXPERTS, {}),
         pytest.param(EXPERTS, {"expert_parallel": 4}, marks=pytest.mark.drill),
     ],
     ids=[
         *("tp 2x2", "cp 2x2", "cp 1x4", "cp 1x4 ring", "cp 2x2 ring", "pp 2x2", "pp 2x2 replicas"),
-        *("ep 2x2", "ep 1x4"),
+        *("nd 2x2", "ep 2x2", "ep 1x4"),
     ],
 )  # fmt: skip
 def test_ranks_that_share_a_model_change_nothing(

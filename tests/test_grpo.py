@@ -716,6 +716,7 @@ def test_what_a_reward_does_to_the_process_changes_nothing(reinforce, finished, 
     assert lines(tmp_path / "run") == lines(finished)
 
 
+@pytest.mark.drill
 def test_a_slow_reward_ends_in_one_line(reinforce):
     """It says which rank the others waited for, and which flag to raise."""
     body = """import os, time
