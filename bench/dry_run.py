@@ -17,6 +17,7 @@ tenth of the GPU free.
 import argparse
 import contextlib
 import dataclasses
+import gc
 import importlib
 import math
 import os
@@ -370,6 +371,7 @@ def observe(
         parameters = list(model.parameters())
     script.train_step(model, optimizer, batch, 0.0, config, CPU)
     moments = [value for state in optimizer.state.values() for value in state.values()]
+    gc.collect()  # recomputation leaves cycles of references
     for storage in list(watch.pieces):  # those left are DDP's buckets, and a few KiB
         watch.add(storage, "gradients")
     for kind, tensors in {"parameters": parameters, "optimizer state": moments}.items():
