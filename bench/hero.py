@@ -1,0 +1,193 @@
+"""Draw docs/strategies.png: what each of four ranks holds and computes under each strategy.
+
+    python bench/hero.py
+
+A model of four blocks trains one step on four sequences, as ranks 0 to 3 of a fake process group
+(see bench/dry_run.py). What is drawn is what the scripts do: the sequences of a rank are those of
+`dp_rank_and_size`, its positions those of `local_micro_batch`, parameters and optimizer state have
+the sizes of its local tensors, and the collectives are those that it issues.
+"""
+
+import contextlib
+import importlib
+import io
+import tempfile
+from collections import Counter
+from typing import Any
+
+import dry_run
+import shared
+import torch
+from shared import ROOT
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+
+RANKS = BLOCKS = SEQUENCES = CHUNKS = 4
+LENGTH, VOCABULARY = 32, 256
+STRATEGIES: dict[str, tuple[str, dict[str, int], str]] = {
+    "DDP": ("ddp_pretrain", {}, "every rank has\nthe whole model"),
+    "ZeRO-1": ("ddp_pretrain", {"shard_optimizer": 1}, "shards the\noptimizer state"),
+    "FSDP": ("fsdp2_pretrain", {}, "shards everything, gathers\na block to compute it"),
+    "Tensor parallel": (
+        "fsdp2_tp_pretrain",
+        {"tensor_parallel": 4},
+        "ranks share the\nmatmuls of a layer",
+    ),
+    "Context parallel": (
+        "fsdp2_cp_pretrain",
+        {"context_parallel": 4},
+        "ranks share\neach sequence",
+    ),
+    "Pipeline parallel": (
+        "fsdp2_pp_pretrain",
+        {"pipeline_parallel": 4},
+        "each rank has\nsome blocks",
+    ),
+    "Expert parallel": ("fsdp2_ep_pretrain", {"expert_parallel": 4}, "tokens travel\nto experts"),
+}
+DATA, HELD, GATHERED, STATE, EMPTY = "#2a9d8f", "#1d3557", "#b8cbe4", "#e07a5f", "#eef0f3"
+
+
+def save_shape(script: str, folder: str) -> None:
+    if script != "fsdp2_ep_pretrain":
+        shape = shared.qwen2(64, 128, BLOCKS, 4, 4, VOCABULARY)
+    else:
+        from transformers import MiniMaxM2Config
+
+        shape = MiniMaxM2Config(
+            vocab_size=VOCABULARY, hidden_size=64, intermediate_size=64, num_hidden_layers=BLOCKS,
+            num_attention_heads=4, num_key_value_heads=4, head_dim=16, num_local_experts=4,
+            num_experts_per_tok=2, tie_word_embeddings=True, bos_token_id=None, eos_token_id=None,
+        )  # fmt: skip
+    shape.save_pretrained(folder)
+
+
+def by_block(parameters: Any) -> Counter[int]:
+    """Return the numbers of elements of local tensors, by block."""
+    sizes: Counter[int] = Counter()
+    for name, parameter in parameters:
+        if ".layers." in name:
+            local = getattr(parameter, "_local_tensor", parameter)
+            sizes[int(name.split(".layers.")[1].split(".")[0])] += local.numel()
+    return sizes
+
+
+def observe(script_name: str, flags: dict[str, int], rank: int) -> dict[str, Any]:
+    """Return fractions of each block that a rank holds, computes with and updates, and its data."""
+    dry_run.be_rank(rank, RANKS, RANKS)
+    script = importlib.import_module(script_name)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        save_shape(script_name, folder)
+        config = script.Config(
+            model=folder, precision="fp32", max_length=LENGTH, micro_batch_tokens=LENGTH,
+            global_batch_tokens=LENGTH * SEQUENCES, **flags,
+        )  # fmt: skip
+        shape = dry_run.model_config_of(script, config, VOCABULARY)
+        watch = dry_run.Watch()
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with dry_run.fake_ranks(), dry_run.adapted(script), fake, watch:
+            full = by_block(script.build_model(config, shape).named_parameters())
+            model = script.build_model(config, shape)
+            model, optimizer = shared.build(script, config, model, dry_run.CPU)
+            inner = getattr(model, "module", model)
+            seen: dict[str, Any] = {"held": by_block(inner.named_parameters())}
+            seen["updated"] = by_block(script.optimizer_parameters(model))
+            batch = dry_run.batch_of(script, config)
+            script.train_step(model, optimizer, batch, 0.0, config, dry_run.CPU)
+            watch.restart()
+            script.train_step(model, optimizer, batch, 0.0, config, dry_run.CPU)
+            seen["calls"] = Counter(call.kind for call in watch.calls if call.bytes > 512)
+            units = [module for module in inner.modules() if isinstance(module, FSDPModule)]
+            for unit in units:
+                unit.unshard()
+            seen["computed"] = by_block(inner.named_parameters())
+            index, size = script.dp_rank_and_size(config)
+        chunks = range(CHUNKS)
+        if hasattr(script, "local_micro_batch"):
+            ids = torch.zeros(1, LENGTH, dtype=torch.int64)
+            with dry_run.fake_ranks():
+                part = script.local_micro_batch(
+                    {"input_ids": ids, "labels": ids}, config, dry_run.CPU
+                )
+            positions = part["position_ids"].flatten().tolist()
+            chunks = sorted({position * CHUNKS // LENGTH for position in positions})
+    for name in ("held", "computed", "updated"):
+        seen[name] = [seen[name][block] / full[block] for block in range(BLOCKS)]
+    return seen | {"sequences": range(index, SEQUENCES, size), "chunks": chunks}
+
+
+def draw_rank(axis: Any, x: float, y: float, rank: int, seen: dict[str, Any]) -> None:
+    """Draw three boxes: data, parameters, and optimizer state."""
+
+    def box(left: float, bottom: float, width: float, height: float, color: str) -> None:
+        axis.add_patch(
+            shared.plotting().Rectangle((left, bottom), width, height, color=color, linewidth=0)
+        )
+
+    cell = 0.19
+    for sequence in range(SEQUENCES):
+        for chunk in range(CHUNKS):
+            mine = sequence in seen["sequences"] and chunk in seen["chunks"]
+            bottom = y + 0.8 - 0.2 * (sequence + 1)
+            box(x + 0.2 * chunk, bottom, cell, cell - 0.02, DATA if mine else EMPTY)
+    for block in range(BLOCKS):
+        bottom = y + 0.8 - 0.2 * (block + 1)
+        for left, wide, narrow, color in (
+            (x + 0.95, "computed", "held", HELD),
+            (x + 1.95, None, "updated", STATE),
+        ):
+            box(left, bottom, 0.9, 0.17, EMPTY)
+            if wide:
+                box(left, bottom, 0.9 * seen[wide][block], 0.17, GATHERED)
+            part = seen[narrow][block]
+            # If all blocks are sharded alike, the rank's shard is at its own place.
+            alike = len(set(seen[narrow])) == 1
+            offset = 0.9 * rank / RANKS if alike and part < 1 else 0.0
+            if wide and seen[wide][block] <= 0.3:  # computes with its part only
+                box(left, bottom, 0.9, 0.17, EMPTY)
+            box(left + offset, bottom, 0.9 * part, 0.17, color)
+
+
+def main() -> None:
+    shared.read(__doc__)
+    figure, axis = shared.plotting().subplots(figsize=(11.5, 8.6), dpi=150)
+    for row, (title, (script, flags, idea)) in enumerate(STRATEGIES.items()):
+        y = -1.28 * row
+        ranks = [observe(script, flags, rank) for rank in range(RANKS)]
+        axis.text(-3.25, y + 0.62, title, fontsize=11, weight="bold", va="center")
+        axis.text(-3.25, y + 0.2, idea, fontsize=7.5, va="center", color="#444444")
+        for rank, seen in enumerate(ranks):
+            draw_rank(axis, 3.25 * rank, y, rank, seen)
+        calls = ranks[0]["calls"]
+        calls.pop("receive", None)
+        lines = [f"{count} {kind}" + "s" * (count > 1) for kind, count in sorted(calls.items())]
+        axis.text(13.0, y + 0.4, "\n".join(lines), fontsize=7.5, va="center", color="#444444")
+        axis.plot([-3.25, 14.9], [y - 0.14] * 2, color="#dddddd", linewidth=0.6)
+    for rank in range(RANKS):
+        axis.text(3.25 * rank + 1.42, 1.28, f"rank {rank}", fontsize=10, ha="center")
+        for offset, text in ((0.4, "data"), (1.4, "parameters"), (2.4, "AdamW")):
+            axis.text(3.25 * rank + offset, 0.95, text, fontsize=7, ha="center", color="#666666")
+    axis.text(13.0, 1.28, "collectives of a step", fontsize=8.5)
+    handles = [
+        shared.plotting().Rectangle((0, 0), 1, 1, color=color)
+        for color in (DATA, HELD, GATHERED, STATE)
+    ]
+    labels = [
+        "sequences (rows) and positions (columns) that a rank computes",
+        "parameters that it holds, of four blocks",
+        "gathered while it computes a block",
+        "AdamW moments that it holds",
+    ]
+    axis.legend(
+        handles, labels, ncols=2, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, 0.02),
+        frameon=False,
+    )  # fmt: skip
+    axis.set_xlim(-3.3, 15)
+    axis.set_ylim(-1.28 * len(STRATEGIES) + 1.0, 1.5)
+    axis.axis("off")
+    figure.patch.set_facecolor("white")
+    figure.savefig(ROOT / "docs/strategies.png", bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    main()
