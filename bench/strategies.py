@@ -423,6 +423,7 @@ MOVES = {"all-gather": "#e76f51", "reduce-scatter": "#2a9d8f", "all-reduce": "#6
 MOVES |= {"all-to-all": "#b5838d", "send": "#606c38"}
 REMARKS = {
     "fsdp2_pp": " (first stage, two micro-batches)",
+    "fsdp2_nd": " (two stages of tensor-parallel pairs; the first stage, two micro-batches)",
     "fsdp2_ep": " (each block has 8 experts of a quarter of the width; a token uses 2)",
 }
 COLORS = {"ddp": "#e76f51", "fsdp1": "#f2a65a", "fsdp2": "#1d3557"}
@@ -466,7 +467,8 @@ def timeline() -> None:
     own: dict[str, dict[str, int]] = {name: {} for name in STRATEGIES}
     own |= {"fsdp2_tp": {"tensor_parallel": 2}, "fsdp2_cp": {"context_parallel": 2}}
     own |= {"fsdp2_pp": {"pipeline_parallel": 2}, "fsdp2_ep": {"expert_parallel": 2}}
-    figure, axes = pyplot.subplots(len(own), 1, figsize=(9, 16), dpi=150)
+    own |= {"fsdp2_nd": {"tensor_parallel": 2, "pipeline_parallel": 2}}
+    figure, axes = pyplot.subplots(len(own), 1, figsize=(9, 18), dpi=150)
     for axis, (strategy, flags) in zip(axes, own.items()):
         seen = Recorder()
         with tempfile.TemporaryDirectory() as folder:

@@ -34,10 +34,6 @@ for mode in ("full", "selective"):
 for batching in ("bucketed", "packed"):
     RUNS[f"experts {batching}"] = EXPERTS, {"batching": batching, "model": "tiny-moe"}
 RUNS["fsdp2_cp_pretrain.py ring"] = "fsdp2_cp_pretrain.py", {"context_attention": "ring"}
-RUNS["fsdp2_nd_pretrain.py"] = (
-    "fsdp2_nd_pretrain.py",
-    {"tensor_parallel": 2, "pipeline_parallel": 2},
-)
 RUNS["replicas"] = "fsdp2_pretrain.py", {"dp_replicate": 2}
 RUNS["unsharded after forward"] = "fsdp2_pretrain.py", {"reshard_after_forward": False}
 RUNS["offload"] = "fsdp2_pretrain.py", {"cpu_offload": True}
@@ -85,8 +81,7 @@ def test_everything_is_on_this_ranks_gpu_and_nothing_waits(seen, name):
     micro_batches = run["micro_batches"]
     assert micro_batches > 1
     packed, context_parallel = "packed" in name, "_cp_" in name
-    has_positions = packed or context_parallel or "_nd_" in name
-    tensors = 2 + packed + has_positions + ("sft" in name)
+    tensors = 2 + packed + (packed or context_parallel) + ("sft" in name)
     tensors += 3 * ("grpo" in name)
     [copies] = [run["step"][event] for event in run["step"] if "async copy common.py" in event]
     assert run["step"]["pinned"] == copies == micro_batches * tensors
