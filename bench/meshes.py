@@ -179,7 +179,7 @@ def search() -> list[dict[str, Any]]:
             candidates = sorted(meshes(model, ranks), key=lambda mesh: mesh.seconds)
             best = next((mesh for mesh in candidates if mesh.fits(folder)), None)
             same = [m for m in candidates if (m.tp, m.cp, m.pp) == LLAMA and model == "405B"]
-            theirs = next((mesh for mesh in same if mesh.peak_gb or mesh.fits(folder)), None)
+            theirs = next((mesh for mesh in same if mesh.fits(folder)), None)
             entry = {"model": model, "ranks": ranks, "best": best and row(best)}
             found.append(entry | {"llama": theirs and row(theirs)})
             print(found[-1], flush=True)
