@@ -1,10 +1,12 @@
-"""Renew the parts of README.md and docs/*.md that come from other files: flags and tables.
+"""Renew the parts of README.md and docs/*.md that come from other files: code, flags, tables.
 
     python bench/readme.py
 
 A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of a page; NAME is
 
+    lines FILE | FIRST | LAST        lines of a script, from the one that contains FIRST to LAST
     flags                            all flags with default and meaning, from the scripts
+    chapters                         the scripts: idea, formulas, lines (bench/strategies.py)
     traffic                          what a strategy keeps and moves (bench/strategies.py)
     choosing                         which script fits where, of docs/choosing.json
     inside                           tensor and context parallel, of docs/inside.json
@@ -21,6 +23,7 @@ import functools
 import importlib
 import json
 import re
+import textwrap
 from collections.abc import Callable
 
 import bubble
@@ -74,6 +77,7 @@ def parts() -> dict[str, Callable[[], str]]:
     compared = json.loads((ROOT / "docs/compare.json").read_text())
     made: dict[str, Callable[[], str]] = {
         "flags": flags,
+        "chapters": strategies.chapters_table,
         "traffic": strategies.traffic_table,
         "choosing": strategies.choosing_table,
         "inside": strategies.inside_table,
@@ -89,11 +93,27 @@ def parts() -> dict[str, Callable[[], str]]:
     return made
 
 
+def lines_of(file: str, first: str, last: str) -> str:
+    """Return lines of a script as a code block, without the indentation that they share.
+
+    The first is the first line below the header of Config (or of Strategy) that contains `first`.
+    """
+    lines = (ROOT / file).read_text().splitlines()
+    section = "Strategy" if file.endswith("_pretrain.py") else "Config"
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"# --- {section}"))
+    begin = next(i for i in range(start, len(lines)) if first in lines[i])
+    end = next(i for i in range(begin, len(lines)) if last in lines[i])
+    code = textwrap.dedent("\n".join(lines[begin : end + 1]))
+    return f"```python\n{code}\n```"
+
+
 def renewed(text: str) -> str:
     """A page's text with its generated parts as they are now."""
     known = parts()
     for name in re.findall(r"(?m)^<!-- begin (.*) -->$", text):
         begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->\n"
+        if name.startswith("lines "):
+            known[name] = functools.partial(lines_of, *name.removeprefix("lines ").split(" | "))
         if name not in known or text.count(begin) != 1 or text.count(end) != 1:
             raise SystemExit(f"no part of a page is called {name}, or its markers are no pair")
         head, rest = text.split(begin)

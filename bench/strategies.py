@@ -6,7 +6,7 @@
     python bench/strategies.py stages       pipelines over slow links: docs/stages.json (minutes)
     python bench/strategies.py experts      an MoE model: docs/experts.json (minutes)
     python bench/strategies.py sampling     memory for sampling answers, by formula
-    python bench/strategies.py timeline     memory and collectives over a step: docs/timeline.png
+    python bench/strategies.py timeline     memory and collectives over a step: docs/timeline_*.png
     python bench/strategies.py ranks        memory and traffic by number of ranks: docs/ranks.png
 
 traffic: qwen2-0.5b with the GPT-2 vocabulary on 8 ranks, AdamW, bf16 compute, a micro-batch of
@@ -154,12 +154,80 @@ def traffic_table(ranks: int = 8) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     lines += [f"| {a} | {b} | {c:.2f} GB | {d} | {e:.2f} GB |" for a, b, c, d, e in rows]
-    elsewhere = "[MoE models](docs/scale.md#mixtures-of-experts)"
+    elsewhere = "[MoE models](numbers.md#mixtures-of-experts)"
     lines.append(
         "| `fsdp2_ep_pretrain.py`, E = 2, t experts per token | 1/N of everything; 1/E of a "
         f"block's experts while it computes | {elsewhere} | as FSDP2, with 1/E of the experts on "
         f"N/E ranks; in each block 4tA(E-1)/E, or 6tA(E-1)/E if it is recomputed | {elsewhere} |"
     )
+    return "\n".join(lines)
+
+
+CHAPTERS = [  # script, page, idea, memory per rank, communication of a step, when to use it
+    (
+        "ddp_pretrain", "ddp", "every rank holds the whole model; also ZeRO-1",
+        "16 (ZeRO-1: 8 + 8/N)", "2G(N-1)/N", "everything fits with room to spare",
+    ),
+    (
+        "fsdp1_pretrain", "fsdp1", "flat parameters, sharded",
+        "16/N", "(2P+G)(N-1)/N", "you read code that was built on it",
+    ),
+    (
+        "fsdp2_pretrain", "fsdp2",
+        "each parameter is a sharded DTensor; also HSDP, CPU offloading, float8",
+        "16/N", "(2P+G)(N-1)/N", "several GPUs, and the model does not fit each of them",
+    ),
+    (
+        "fsdp2_tp_pretrain", "tensor", "tensor parallelism: T ranks compute each layer together",
+        "16/N, 1/T of the activations between layers",
+        "FSDP2's for 1/T of the model; 8A(T-1)/T per block",
+        "a block does not fit, or there are too many ranks for the global batch",
+    ),
+    (
+        "fsdp2_cp_pretrain", "context",
+        "context parallelism (Ulysses, ring attention): C ranks share each sequence",
+        "16/N, 1/C of the activations of a sequence", "FSDP2's; 4(Q+K)(C-1)/C² per block",
+        "the activations of one sequence do not fit",
+    ),
+    (
+        "fsdp2_pp_pretrain", "pipeline",
+        "pipeline parallelism (GPipe, 1F1B, interleaved, zero bubble): S stages of the blocks",
+        "16/N; during a step, 1/S of the model unsharded", "(P+G)/S within a stage; A to neighbors",
+        "the links between machines are slow",
+    ),
+    (
+        "fsdp2_ep_pretrain", "expert",
+        "expert parallelism for MoE models: tokens travel to the E ranks of their experts",
+        "16/N, 1/E of a block's experts unsharded",
+        "FSDP2's for 1/E of the experts; 4tA(E-1)/E per block", "an MoE model",
+    ),
+    (
+        "fsdp2_nd_pretrain", "composing", "data, tensor, context and pipeline parallelism",
+        "16/N; during a step, 1/(TS) of the model unsharded", "the sum of the above",
+        "hundreds of GPUs: one dimension reaches its limit",
+    ),
+    (
+        "fsdp2_sft", "finetuning", "supervised fine-tuning: loss on the assistant's tokens",
+        "as FSDP2", "as FSDP2", "you have conversations to learn from",
+    ),
+    (
+        "fsdp2_grpo", "rl", "RL (GRPO): the model samples answers, a function scores them",
+        "as FSDP2; all parameters while it samples", "FSDP2's; P(N-1)/N to sample",
+        "a program can tell good answers from bad ones",
+    ),
+]  # fmt: skip
+
+
+def chapters_table() -> str:
+    """Return Markdown, with the lines of each script."""
+    lines = [
+        "| script | idea | memory per rank | communication | use it if |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for script, page, idea, memory, volume, use in CHAPTERS:
+        length = len((ROOT / f"{script}.py").read_text().splitlines())
+        links = f"[`{script}.py`]({script}.py), {length:,} lines, [page](docs/{page}.md)"
+        lines.append(f"| {links} | {idea} | {memory} | {volume} | {use} |")
     return "\n".join(lines)
 
 
@@ -468,8 +536,8 @@ def timeline() -> None:
     own |= {"fsdp2_tp": {"tensor_parallel": 2}, "fsdp2_cp": {"context_parallel": 2}}
     own |= {"fsdp2_pp": {"pipeline_parallel": 2}, "fsdp2_ep": {"expert_parallel": 2}}
     own |= {"fsdp2_nd": {"tensor_parallel": 2, "pipeline_parallel": 2}}
-    figure, axes = pyplot.subplots(len(own), 1, figsize=(9, 18), dpi=150)
-    for axis, (strategy, flags) in zip(axes, own.items()):
+    for strategy, flags in own.items():
+        figure, axis = pyplot.subplots(figsize=(9, 3), dpi=150)
         seen = Recorder()
         with tempfile.TemporaryDirectory() as folder:
             shape = mixture() if strategy == "fsdp2_ep" else qwen2(896, 4864, 6, 14, 2, 50304)
@@ -480,19 +548,21 @@ def timeline() -> None:
         layers = [[max(held.get(k, 0), 0) / MIB for _, held in seen.moments[start:]] for k in HELD]
         axis.stackplot(times, layers, labels=HELD, colors=HELD.values(), step="post", linewidth=0)
         top = 1.12 * max(map(sum, zip(*layers)))
+        kinds = set()
         for flops, call in seen.moves:
             if call.kind in MOVES and call.bytes > MIB:
+                kinds.add(call.kind)
                 height = top * (1.08 if call.kind == "reduce-scatter" else 1)
                 axis.plot(flops / 1e12, height, "v", color=MOVES[call.kind], markersize=5)
+        for kind in sorted(kinds):
+            axis.plot([], [], "v", color=MOVES[kind], label=kind)
         axis.set_ylim(0, 1.2 * top)
         axis.set_ylabel("MiB of a rank")
+        axis.set_xlabel("TFLOPs of the step: forward, backward, then AdamW (without FLOPs)")
         title = f"{strategy}_pretrain.py{REMARKS.get(strategy, '')}"
         axis.set_title(title, fontsize=9, loc="left")
-    for kind, color in MOVES.items():
-        axes[0].plot([], [], "v", color=color, label=kind)
-    axes[0].legend(frameon=False, fontsize=7, ncol=5, loc="upper center", bbox_to_anchor=(0.5, 1.4))
-    axes[-1].set_xlabel("TFLOPs of the step: forward, backward, then AdamW (without FLOPs)")
-    shared.finish(figure, ROOT / "docs/timeline.png")
+        axis.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+        shared.finish(figure, ROOT / f"docs/timeline_{strategy}.png")
 
 
 def ranks() -> None:

@@ -38,8 +38,12 @@ def block(marker: str) -> list[str]:
 
 
 def commands() -> list[str]:
-    """Every command of the pages, each on one line; what is typed into Python is left out."""
-    blocks = re.findall(r"```bash\n(.*?)```", "".join(TEXT.values()), re.DOTALL)
+    """Every command of the pages, each on one line; what is typed into Python is left out.
+
+    Those under "Try it" are left out too: `test_experiments_print_what_the_pages_show` runs them.
+    """
+    pages = re.sub(r"<!-- try -->\n```bash\n.*?```", "", "".join(TEXT.values()), flags=re.DOTALL)
+    blocks = re.findall(r"```bash\n(.*?)```", pages, re.DOTALL)
     text = re.sub(r"<<'EOF'\n.*?\nEOF", "", "".join(blocks).replace("\\\n", " "), flags=re.DOTALL)
     return [*dict.fromkeys(text.splitlines())]
 
@@ -196,8 +200,8 @@ def test_the_types_that_train_are_counted():
 
 
 def test_the_other_reward_is_one():
-    """The README's example of an own reward works in the place of the script's."""
-    code = re.search(r"<!-- own reward -->\n```python\n(.*?)```", README, re.DOTALL)[1]
+    """The page's example of an own reward works in the place of the script's."""
+    code = re.search(r"<!-- own reward -->\n```python\n(.*?)```", TEXT["rl.md"], re.DOTALL)[1]
     assert len(code.splitlines()) <= 10
     made = {"json": json}
     exec(code, made)
@@ -241,6 +245,51 @@ def test_dry_run_prints_what_the_page_on_scale_shows():
     assert len(shown) >= 4
     for lines in shown:
         assert " ".join(lines.split()) in printed
+
+
+def chapters() -> dict[str, str]:
+    """Return script -> page, as the README's table of chapters pairs them."""
+    return dict(re.findall(r"\((\w+\.py)\), [\d,]+ lines, \[page\]\(docs/(\w+)\.md\)", README))
+
+
+def test_every_script_has_a_page():
+    assert sorted(chapters()) == sorted(ALL_SCRIPTS)
+
+
+@pytest.mark.parametrize("script, page", chapters().items())
+def test_a_page_is_short_and_has_code_and_experiments(script, page):
+    text = TEXT[f"{page}.md"]
+    assert 80 <= len(text.splitlines()) <= 150
+    assert f"[`{script}`](../{script})" in text
+    headings = re.findall(r"(?m)^## (.*)$", text)
+    expected = ["The idea", "The lines that matter", "Memory and communication", "When to use it"]
+    assert [each for each in headings if each in expected] == expected
+    assert headings[-2:] == ["Pitfalls", "Try it"]
+    excerpts = re.findall(r"<!-- begin lines .*?```python\n(.*?)```", text, re.DOTALL)
+    assert 5 <= sum(len(code.splitlines()) for code in excerpts) <= 40
+    experiments = re.findall(r"<!-- try -->\n```bash\n.*?```\n\n```text\n(.*?)```", text, re.DOTALL)
+    assert len(experiments) >= 2 and all(experiments)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("page", chapters().values())
+def test_experiments_print_what_the_pages_show(page, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import tryit
+
+    for shown, printed in tryit.run_blocks(page):
+        assert tryit.is_similar(shown, printed), f"shown:\n{shown}\nprinted:\n{printed}"
+
+
+def test_outputs_are_compared_by_their_numbers(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import tryit
+
+    shown = "| 1 | 6.1341 | 1.0e-07 |\nsent 2,614.89 MiB  9,000 tokens/s  10 s left\n"
+    same = "| 1 | 6.1300 | 0.0e+00 |\nsent 2,615.00 MiB  12 tokens/s  8 s left\n"
+    assert tryit.is_similar(shown, same)
+    for part, other in (("6.1", "6.9"), ("sent", "got"), ("2,614", "3,614"), ("| 1 ", "")):
+        assert not tryit.is_similar(shown, shown.replace(part, other))
 
 
 PROGRAMS = [
