@@ -144,7 +144,7 @@ class RunFlags(CheckpointFlags):
         if math.ceil(self.max_length / multiple) * multiple > self.micro_batch_tokens:
             raise ValueError("--micro_batch_tokens cannot hold a padded sequence of --max_length")
         steps = self.trace_steps
-        if steps is not None and not (len(steps) == 2 and steps[0] <= steps[1] <= self.steps):
+        if steps and not (len(steps) == 2 and steps[0] <= steps[1] <= self.steps):
             raise ValueError("--trace_steps needs the first and the last step, within the run")
 
 
@@ -222,8 +222,10 @@ def refusing(what: str, code: int = 2) -> Iterator[None]:
 
 def lost_connection(error: BaseException) -> bool:
     """Return whether a collective failed because of another rank: it exited, or it is too slow."""
+    # A web request of wandb or of a reward can time out too, with errors of other types.
+    from_torch = isinstance(error, RuntimeError | dcp.CheckpointException)
     text = f"{error} {error.__cause__}".lower()  # pipelines wrap the error
-    return "connection" in text or "timed out" in text
+    return from_torch and ("connection" in text or "timed out" in text)
 
 
 def launch(main: Callable) -> None:
@@ -491,8 +493,12 @@ class Sequences:
         cut = np.flatnonzero(pieces > 1)
         for i in cut.tolist():
             found.num_targets[i] = found.read(i)[1][1:].sum()
-        say(f"{len(cut):,} of {len(pieces):,} documents are cut to {max_length:,} tokens")
-        return Sequences(self.documents, found.index[found.num_targets > 0])
+        kept = found.index[found.num_targets > 0]
+        say(
+            f"{len(cut):,} of {len(pieces):,} documents are cut to {max_length:,} tokens; "
+            f"{len(pieces) - len(kept):,} of these are left out, because no target token remains"
+        )
+        return Sequences(self.documents, kept)
 
     def prompt(self) -> np.ndarray:
         """Return the first tokens of the first document, or those up to the assistant's turn."""
@@ -1377,9 +1383,9 @@ def step_flops(model: transformers.PreTrainedModel) -> Callable[[GlobalBatch], i
             used = getattr(config, "num_experts_per_tok", None) or config.moe_topk
             in_blocks -= parameter[0].numel() * (len(parameter) - used)
     try:
-        head_size = getattr(config, "head_dim", None)
-        head_size = head_size or config.hidden_size // config.num_attention_heads
-        width = config.num_hidden_layers * config.num_attention_heads * head_size
+        heads = config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        width = config.num_hidden_layers * heads * head_size
     except (AttributeError, RuntimeError):  # no attention, or heads of several sizes
         width = 0
 

@@ -165,8 +165,8 @@ def main() -> None:
         axis.plot([-3.25, 14.9], [y - 0.14] * 2, color="#dddddd", linewidth=0.6)
     for rank in range(RANKS):
         axis.text(3.25 * rank + 1.42, 1.28, f"rank {rank}", fontsize=10, ha="center")
-        for offset, text in ((0.4, "data"), (1.4, "parameters"), (2.4, "AdamW")):
-            axis.text(3.25 * rank + offset, 0.95, text, fontsize=7, ha="center", color="#666666")
+        for offset, text in ((0.4, "data"), (1.4, "parameters"), (2.45, "AdamW")):
+            axis.text(3.25 * rank + offset, 0.95, text, fontsize=6.5, ha="center", color="#666666")
     axis.text(13.0, 1.28, "collectives of a step", fontsize=8.5)
     handles = [
         shared.plotting().Rectangle((0, 0), 1, 1, color=color)

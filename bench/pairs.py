@@ -1,15 +1,16 @@
-"""Which script can resume which script's checkpoint: all pairs, in both checkpoint styles.
+"""Which script can resume which script's checkpoint: all pairs.
 
     torchrun --standalone --nproc-per-node=2 bench/pairs.py
 
-Each writer trains 2 steps, saves in each style, and trains 2 more. Each reader loads each of these
-checkpoints into a model with other weights and trains the same 2 steps. A cell of the table says
-what differs: the losses, the AdamW moments as loaded (to the last bit), or nothing: "equal". Losses
-are compared to the last bit too, or to 2e-6 if a TP, CP, PP or EP group sums in another order.
+Each writer trains 2 steps, saves in both checkpoint styles, and trains 2 more. Each reader loads a
+checkpoint of each writer, of both styles in turn, into a model with other weights and trains the
+same 2 steps. A cell of the table says what differs: the losses, the AdamW moments as loaded (to the
+last bit), or nothing: "equal". Losses are compared to the last bit too, or to 2e-6 if a TP, CP, PP
+or EP group sums in another order.
 
-The first table, which docs/runs.md shows, is for a dense model. The second is for an MoE model. The
-biases of its routers are neither parameters nor moments, so the losses show whether they are in the
-checkpoint. (Only EP moves them, so it stops doing so when it has saved.)
+The first table is for a dense model, the second for an MoE model. The biases of its routers are
+neither parameters nor moments, so the losses show whether they are in the checkpoint. (Only EP
+moves them, so it stops doing so when it has saved.)
 """
 
 import logging
@@ -86,9 +87,9 @@ def save(session: Session, run_dir: Path, style: str) -> Path:
 
 
 def table(folder: Path, names: list[str], data: Any, flags: dict[str, Any]) -> list[list[str]]:
-    """Return a row for each writer and style, with a column for each reader."""
+    """Return a row for each writer, with a column for each reader."""
     rows = []
-    for writer in names:
+    for i, writer in enumerate(names):
         script = SCRIPTS[writer]
         session = Session(script, script.Config(**flags, **OWN.get(writer, {})), data)
         train(session, 0, STEPS)
@@ -97,20 +98,20 @@ def table(folder: Path, names: list[str], data: Any, flags: dict[str, Any]) -> l
         stop_balancing(session)
         losses = train(session, STEPS, 2 * STEPS)
         session.close()
-        for style in STYLES:
-            rows.append([writer, style])
-            for reader_name in names:
-                reader = SCRIPTS[reader_name]
-                own = OWN.get(reader_name, {})
-                other = Session(reader, reader.Config(**flags, **own, seed=7), data)
-                stop_balancing(other)
-                common.load_checkpoint(paths[style], other.model, other.optimizer)
-                wrong = [] if same(moments(other), saved) else ["moments"]
-                near = 0 if {writer, reader_name}.isdisjoint(INSIDE) else 2e-6
-                pairs = zip(train(other, STEPS, 2 * STEPS), losses)
-                wrong += ["losses"] if any(abs(a / b - 1) > near for a, b in pairs) else []
-                rows[-1].append(" and ".join(wrong) or "equal")
-                other.close()
+        rows.append([writer])
+        for j, reader_name in enumerate(names):
+            style = STYLES[(i + j) % 2]
+            reader = SCRIPTS[reader_name]
+            own = OWN.get(reader_name, {})
+            other = Session(reader, reader.Config(**flags, **own, seed=7), data)
+            stop_balancing(other)
+            common.load_checkpoint(paths[style], other.model, other.optimizer)
+            wrong = [] if same(moments(other), saved) else ["moments"]
+            near = 0 if {writer, reader_name}.isdisjoint(INSIDE) else 2e-6
+            pairs = zip(train(other, STEPS, 2 * STEPS), losses)
+            wrong += ["losses"] if any(abs(a / b - 1) > near for a, b in pairs) else []
+            rows[-1].append(f"{' and '.join(wrong) or 'equal'} ({style})")
+            other.close()
     return rows
 
 
@@ -130,8 +131,8 @@ def small_mixture() -> Any:
 
 
 def print_table(names: list[str], rows: list[list[str]]) -> None:
-    print(f"| written by | style | {' | '.join(f'into {name}' for name in names)} |")
-    print("| --- " * (2 + len(names)) + "|")
+    print(f"| written by | {' | '.join(f'into {name}' for name in names)} |")
+    print("| --- " * (1 + len(names)) + "|")
     for row in rows:
         print(f"| {' | '.join(row)} |")
 

@@ -1,7 +1,7 @@
-"""Runs under torchrun: a real step of every strategy, watched as bench/dry_run.py watches it.
+"""Run a real step of every strategy, watched as bench/dry_run.py watches it.
 
-Writes to a JSON file what rank 0 kept and which collectives it issued, and for a pipeline also what
-the last rank did.
+For conftest.launch, with two flags: --cases, JSON {case: [script, flags]}, and --out, the JSON file
+to write: what rank 0 kept and which collectives it issued, and in pipelines the last rank too.
 """
 
 import dataclasses
@@ -54,11 +54,11 @@ def really(script, config, vocabulary: int) -> dict:
 
 
 def main() -> None:
-    out, cases = sys.argv[1], json.loads(sys.argv[2])
+    given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
     ddp_pretrain.init_process_group(ddp_pretrain.Config())
     gc.freeze()  # collections need not look at what exists now
     seen = {}
-    for case, (name, flags) in cases.items():
+    for case, (name, flags) in json.loads(given["--cases"]).items():
         script = importlib.import_module(name)
         if hasattr(script, "exchange_counts"):
             script.exchange_counts = dry_run.exchange_evenly
@@ -68,7 +68,7 @@ def main() -> None:
     dist.broadcast_object_list(of_last, src=dist.get_world_size() - 1)
     seen |= {f"{case} last": what for case, what in of_last[0].items() if "pp" in case}
     if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(seen))
+        Path(given["--out"]).write_text(json.dumps(seen))
     shared.leave()
 
 

@@ -16,6 +16,7 @@ import ctypes
 import importlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -459,22 +460,25 @@ def starts(script: Any) -> dict[str, Any]:
     return {"one GPU": said, "old GPU": script.Config().precision}
 
 
+def see(asked: tuple[str, Any]) -> dict[str, Any]:
+    script, flags = sys.modules[asked[0]], asked[1]
+    try:
+        return starts(script) | {"threads": threads()} if flags == "starts" else run(script, flags)
+    except Exception:
+        return {"error": traceback.format_exc()[:6000]}
+
+
 def main() -> None:
     warnings.filterwarnings("ignore")
     runs = json.loads(sys.argv[1])
-    scripts = [importlib.import_module(name) for name, _ in runs]  # imported without CUDA
+    for name, _ in runs:
+        importlib.import_module(name)  # without CUDA
     fake_cuda()
     fake_attention()
     fake_masks()
-    for script, (_, flags) in zip(scripts, runs):
-        if flags == "starts":
-            seen = starts(script) | {"threads": threads()}
-        else:
-            try:
-                seen = run(script, flags)
-            except Exception:
-                seen = {"error": traceback.format_exc()[:6000]}
-        print(json.dumps(seen), flush=True)
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        for seen in pool.imap(see, runs):
+            print(json.dumps(seen), flush=True)
     os._exit(0)
 
 

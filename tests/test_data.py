@@ -189,17 +189,20 @@ def masked_tokenizer(row, tokenizer):
 def test_truncation_keeps_beginnings_that_have_targets(tmp_path, capsys):
     """For conversations. The target tokens are those that are left, and what is cut is said."""
     path = tmp_path / "masks.jsonl"
-    lines = [json.dumps({"text": mask}) + "\n" for mask in ("0011", "000011", "011001", "01")]
+    lines = [
+        json.dumps({"text": mask}) + "\n" for mask in ("0011", "000011", "011001", "01", "00001")
+    ]
     path.write_text("".join(lines))
     documents = load(path, function=masked_tokenizer)
-    assert documents.num_targets.tolist() == [2, 2, 3, 1]
+    assert documents.num_targets.tolist() == [2, 2, 3, 1, 1]
     sequences = documents.sequences(3, truncate=True)
     assert sequences.lengths.tolist() == [3, 3, 1]
     assert sequences.num_targets.tolist() == [2, 2, 1]
     tokens, in_loss = sequences.read(1)
     assert tokens.tolist() == [0, 1, 2, 3] and in_loss.tolist() == [False, True, True, False]
-    assert documents.num_targets.tolist() == [2, 2, 3, 1]
-    assert "2 of 4 documents are cut to 3 tokens" in capsys.readouterr().out
+    assert documents.num_targets.tolist() == [2, 2, 3, 1, 1]
+    said = capsys.readouterr().out
+    assert "3 of 5 documents are cut to 3 tokens; 2 of these are left out" in said
 
 
 def test_stdlib_corpus_holds_the_functions_of_the_standard_library():

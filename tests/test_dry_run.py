@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, RUN_FLAGS, arguments, small_shape, torchrun
+from conftest import ROOT, RUN_FLAGS, arguments, launch, small_shape, torchrun
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -127,7 +127,7 @@ def real(two_blocks, tmp_path_factory):
     def launched(ranks: int, long: bool) -> dict:
         out = tmp_path_factory.mktemp("real") / "seen.json"
         chosen = {k: case for k, case in cases(ranks, two_blocks).items() if is_long(k) == long}
-        done = torchrun(ranks, str(ROOT / "tests/dry_run_worker.py"), str(out), json.dumps(chosen))
+        done = launch(ranks, "dry_run_worker", {"out": out, "cases": json.dumps(chosen)})
         assert done.returncode == 0, done.stderr
         return json.loads(out.read_text())
 

@@ -215,13 +215,19 @@ def test_only_the_rank_that_failed_prints_its_traceback(flags, tmp_path, ranks, 
     assert "ValueError: a fault on purpose" in done.stderr
 
 
+def test_only_a_collective_can_lose_a_rank():
+    """A web request of wandb, or of a reward, times out with an error of another type."""
+    for message in ("[...] Timed out waiting 6000ms for recv", "Connection closed by peer"):
+        assert common.lost_connection(RuntimeError(message))
+    assert not common.lost_connection(TimeoutError("the read operation timed out"))
+
+
 @pytest.mark.drill
 @pytest.mark.parametrize(
     "script, late, own",
     [
         ("fsdp2_pretrain", 1, {"dp_replicate": 2}),
         ("fsdp2_pp_pretrain", 0, {"global_batch_tokens": 1024}),
-        ("ddp_pretrain", 0, {}),
     ],
 )
 def test_a_stalled_rank_ends_the_run_in_time(flags, tmp_path, script, late, own):
@@ -493,12 +499,12 @@ def test_copies_with_other_names_stay(flags, whole, copied):
 
 
 @pytest.mark.drill
-def test_all_pairs_of_scripts_and_styles():
+def test_all_pairs_of_scripts():
     done = torchrun(2, "bench/pairs.py")
     assert (done.returncode, done.stderr) == (0, "")
-    rows = [row for row in done.stdout.splitlines() if " stateful " in row or " separate " in row]
-    assert len(rows) == 16 + 14  # of a dense model, and of an MoE model
-    assert [row.count("| equal") for row in rows] == 16 * [8] + 14 * [7], done.stdout
+    rows = [row for row in done.stdout.splitlines() if "(stateful)" in row]
+    assert len(rows) == 8 + 7  # of a dense model, and of an MoE model
+    assert [row.count("| equal (") for row in rows] == 8 * [8] + 7 * [7], done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -732,8 +738,8 @@ def test_a_pipeline_passes_torchs_own_checks(flags, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "script, background, kills, tokens",
     [
-        ("ddp_pretrain", "false", 6, 16384),
-        ("fsdp2_pretrain", "true", 8, 16384),
+        ("ddp_pretrain", "false", 4, 16384),
+        ("fsdp2_pretrain", "true", 6, 16384),
         ("fsdp2_pp_pretrain", "true", 4, 8192),
         ("fsdp2_ep_pretrain", "false", 4, 8192),
         ("fsdp2_nd_pretrain", "true", 4, 8192),

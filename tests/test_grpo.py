@@ -1109,8 +1109,7 @@ def test_weights_that_became_nan_are_not_saved(reinforce, tmp_path):
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("fault", ["freeze", "sleep"])
+@pytest.mark.parametrize("rank, fault", [(0, "freeze"), (1, "sleep")])
 def test_a_rank_that_stalls_while_sampling_ends_the_run_in_time(reinforce, tmp_path, rank, fault):
     """In step 3, with its answers begun, while the other rank waits for them."""
     fault = {"call": "Sequences.read", "rank": rank, "number": 8 - rank, "do": fault}
@@ -1125,14 +1124,14 @@ def test_a_rank_that_stalls_while_sampling_ends_the_run_in_time(reinforce, tmp_p
 def test_a_run_killed_again_and_again_repeats_its_answers(flags, tmp_path, monkeypatch):
     """At random moments and while a checkpoint is written, all its numbers keep their bits."""
     monkeypatch.setenv("COPIED", str(with_reward(tmp_path / "copy", GRADED)))
-    own = flags | RUN | {"steps": 24, "prompts": 16, "answers": 8, "answer_length": 64}
+    own = flags | RUN | {"steps": 18, "prompts": 16, "answers": 8, "answer_length": 64}
     own |= {"learning_rate": 1e-3, "inner_steps": 2, "async_checkpoint": "true"}
     program = [sys.executable, str(ROOT / "tests/storm.py"), "copied"]
-    for number, run_dir in ((0, tmp_path / "undisturbed"), (8, tmp_path / "storm")):
+    for number, run_dir in ((0, tmp_path / "undisturbed"), (6, tmp_path / "storm")):
         words = [str(number), "1", *arguments(own | {"run_dir": run_dir})]
         done = subprocess.run([*program, *words], capture_output=True, text=True, timeout=600)
         assert (done.returncode, done.stderr) == (0, ""), done.stdout
-    assert sum("-9" in line for line in done.stdout.splitlines()) == 8, done.stdout
+    assert sum("-9" in line for line in done.stdout.splitlines()) == 6, done.stdout
     assert lines(tmp_path / "storm") == lines(tmp_path / "undisturbed")
     weights = [tmp_path / run / "hf/model.safetensors" for run in ("storm", "undisturbed")]
     assert weights[0].read_bytes() == weights[1].read_bytes()

@@ -66,11 +66,11 @@ def test_every_script_checks_before_it_saves(script):
 
 
 @pytest.mark.drill
-def test_twenty_launches_end_cleanly(corpus, shape_directory, mixture_directory, tmp_path):
+def test_twelve_launches_end_cleanly(corpus, shape_directory, mixture_directory, tmp_path):
     """The end of a run does not abort, hang or complain. torchrun launches the first run. The
     others are forked, and end as Python ends."""
     flags = {**SMALL, "steps": 2, "eval_every": 2, "dataset": corpus}
-    for number in range(20):
+    for number in range(12):
         script = PRETRAINING[number % len(PRETRAINING)]
         own = flags | {"run_dir": tmp_path / str(number)}
         own["model"] = mixture_directory if script == EXPERTS else shape_directory

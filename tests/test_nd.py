@@ -4,7 +4,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, SMALL, launch, metrics, small_shape, torchrun
+from conftest import SMALL, launch, metrics, small_shape
 from test_modes import difference, losses
 
 import common
@@ -52,8 +52,7 @@ def run_worker(corpus, shape_directory, tmp_path_factory):
             own["model"] = {"untied": str(untied)}.get(own["model"], own["model"])
             flags[f"{mesh} {mode}"] = own
         out = directory / "seen.json"
-        words = (str(ROOT / "tests/nd_worker.py"), str(out), json.dumps(flags))
-        done = torchrun(ranks, *words, timeout=600)
+        done = launch(ranks, "nd_worker", {"out": out, "cases": json.dumps(flags)}, limit=600)
         assert done.returncode == 0, done.stderr
         assert "Warning" not in done.stderr, done.stderr
         return json.loads(out.read_text())

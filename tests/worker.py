@@ -1,6 +1,7 @@
-"""Run under torchrun with 2 ranks: every mode of every strategy, in one launch.
+"""Train with every mode of every strategy, on 2 ranks in one launch; test_modes.py checks it.
 
-It writes what it saw to the JSON file given as its first argument, and test_modes.py checks that.
+For conftest.launch, with flags: --out, the JSON file to write; --which, the kind of modes; --base
+and --start, flags in JSON; --untied, the directory of a model; --packages, where torchao is.
 """
 
 import gc
@@ -35,7 +36,7 @@ DENSE = [name for name in SCRIPTS if name != "ep"]
 # Modes of every strategy. "untied" is the model directory that the launch names so.
 COMMON_MODES = {
     "fp32": {},
-    "untied": {"model": "untied"},
+    "untied": {"model": "untied", "CHUNK_TOKENS": 100},  # about 5 chunks per micro-batch
     "packed": {"batching": "packed"},
     # A length that no group of ranks divides.
     "packed_odd": {
@@ -46,10 +47,13 @@ COMMON_MODES = {
     "bf16": {"precision": "bf16"},
     "ac_full": {"activation_checkpointing": "full"},
     "ac_selective": {"activation_checkpointing": "selective"},
-    "ac_selective_bf16": {"activation_checkpointing": "selective", "precision": "bf16"},
-    "chunked_loss": {"CHUNK_TOKENS": 100},  # about 5 chunks per micro-batch
-    "chunked_loss_bf16": {"CHUNK_TOKENS": 100, "precision": "bf16"},
-    "merged": {"merge": True},  # one large micro-batch instead of several
+    "recomputed_bf16": {
+        "activation_checkpointing": "selective",
+        "CHUNK_TOKENS": 100,
+        "precision": "bf16",
+    },
+    # One large micro-batch instead of several.
+    "merged": {"merge": True, "CHUNK_TOKENS": 100},
 }
 # Modes that other modes are compared with, or whose code all strategies share.
 REFERENCE_MODES = {
@@ -102,11 +106,11 @@ OWN_MODES = {
         "zero_bubble_full": {"schedule": "zero_bubble", "activation_checkpointing": "full"},
     },
 }
-# An odd length is nothing special to a strategy that does not split it. A pipeline needs several
-# micro-batches. All strategies share the code of two combinations with bf16.
-COMBINED = ["chunked_loss_bf16", "ac_selective_bf16"]
-LEFT_OUT = {"fsdp1": ["packed_odd"], "fsdp2": ["packed_odd"], "pp": ["merged", *COMBINED]}
-LEFT_OUT |= {"tp": COMBINED, "cp": COMBINED}
+# Only a strategy that splits sequences has to pad an odd length. A pipeline needs several
+# micro-batches. All strategies share the code of "recomputed_bf16".
+LEFT_OUT = {"fsdp1": ["packed_odd"], "fsdp2": ["packed_odd"]}
+LEFT_OUT |= {name: ["packed", "recomputed_bf16"] for name in ("tp", "cp")}
+LEFT_OUT["pp"] = ["packed", "recomputed_bf16", "merged"]
 
 COMPILED_MODES = {
     "compile": {"compile": True, "pad_to_multiple_of": 256},
@@ -124,12 +128,15 @@ COMPILED_MODES = {
         "pad_to_multiple_of": 256,
     },
 }
-# Compiling takes a quarter of a minute each time, so the plain suite does it once.
+# Compiling takes long, and all strategies share its code. So the plain suite does it once. The
+# drill compiles FSDP2 in every way, and others where they do something inside a block.
 COMPILED_IN_PLAIN = {("fsdp2", "compile")}
-# The drill traces and splits graphs, but it generates kernels in these cases only.
+COMPILED = {name: ["compile", "compile_packed"] for name in ("tp", "cp", "pp")}
+COMPILED |= {"ddp": ["compile_packed", "compile_bf16"], "fsdp1": ["compile_packed"]}
+COMPILED |= {"fsdp2": list(COMPILED_MODES)}
+# Graphs are traced and split, but kernels are generated in these cases only.
 GENERATED = {(name, "compile") for name in ("tp", "cp", "pp")} | {("fsdp1", "compile_packed")}
-# TP refuses what torch cannot compile of DTensors.
-NOT_COMPILED = {"tp": ["compile_dynamic", "compile_ac_full"]}
+GENERATED |= {("fsdp2", "compile_dynamic")}
 
 # MoE modes. EP without balancing is compared with FSDP2, EP with it with one rank per group.
 MOE_MODES = {
@@ -181,13 +188,12 @@ def modes(name: str, which: str = "plain") -> dict[str, dict]:
     compiled = {
         mode: flags
         for mode, flags in COMPILED_MODES.items()
-        if ((name, mode) in COMPILED_IN_PLAIN) == (which == "plain")
-        and mode not in NOT_COMPILED.get(name, [])
+        if ((name, mode) in COMPILED_IN_PLAIN) == (which == "plain") and mode in COMPILED[name]
     }
     if which == "compiled":
-        if name == "ddp":
-            return COMMON_MODES | REFERENCE_MODES | compiled
-        return compiled
+        references = COMMON_MODES | REFERENCE_MODES if name == "ddp" else {}
+        needed = ["fp32", "packed", "padded", "large"]
+        return {mode: references[mode] for mode in needed if mode in references} | compiled
     every = COMMON_MODES | OWN_MODES[name] | compiled
     return {mode: flags for mode, flags in every.items() if mode not in LEFT_OUT.get(name, [])}
 
@@ -304,8 +310,10 @@ def train(script, flags: dict, device: torch.device, merge=False, count=False) -
 
 
 def main() -> None:
-    out, which = Path(sys.argv[1]), sys.argv[2]
-    base, start, directories = map(json.loads, sys.argv[3:])
+    given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+    which, base, start = given["--which"], json.loads(given["--base"]), json.loads(given["--start"])
+    if given["--packages"]:
+        sys.path.insert(0, given["--packages"])
     device = ddp_pretrain.init_process_group(ddp_pretrain.Config())
     gc.freeze()  # the garbage collector need not search what is here now
     seen = {}
@@ -315,11 +323,12 @@ def main() -> None:
             chosen["init_from"] = start
         for mode, flags in chosen.items():
             flags = base | flags
-            flags["model"] = directories.get(flags["model"], flags["model"])
+            if flags["model"] == "untied":
+                flags["model"] = given["--untied"]
             merge, full_loss = flags.pop("merge", False), script.CHUNK_TOKENS
             script.CHUNK_TOKENS = flags.pop("CHUNK_TOKENS", full_loss)
             count = which == "plain" and mode in ("fp32", "ac_full", "ac_selective", "ac_fraction")
-            kernels = which != "compiled" or (name, mode) in GENERATED
+            kernels = which != "plain" and (which != "compiled" or (name, mode) in GENERATED)
             backend = "inductor" if kernels else "aot_eager"
             torch.nn.Module.compile = partialmethod(COMPILE, backend=backend)
             seen[f"{name} {mode}"] = train(script, flags, device, merge, count)
@@ -328,7 +337,7 @@ def main() -> None:
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
     if dist.get_rank() == 0:
-        out.write_text(json.dumps(seen))
+        Path(given["--out"]).write_text(json.dumps(seen))
     # How the scripts themselves end is tested with the scripts.
     dist.barrier()
     dist.destroy_process_group()
