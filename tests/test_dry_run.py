@@ -103,9 +103,7 @@ def cases(ranks: int, shape: str) -> dict[str, tuple[str, dict]]:
 def is_long(case: str) -> bool:
     """Return whether a case is for the drills: those with 4 ranks, and most modes."""
     _, name, mode = case.removesuffix(" last").split()
-    few_modes = name[6:8] in ("tp", "cp", "pp", "ep") and mode != "plain"
-    checkpointing = mode in ("full", "selective") and name != "fsdp2_pretrain"
-    return case.startswith("4") or few_modes or checkpointing
+    return case.startswith("4") or mode != "plain" and name != "fsdp2_pretrain"
 
 
 @pytest.fixture(scope="module")
@@ -213,14 +211,13 @@ FORMS = [
         name,
         mode,
         ranks,
-        marks=[pytest.mark.drill] if ranks > 2 or mode in ("bf16", "full") else [],
+        marks=[pytest.mark.drill] if ranks > 8 or mode != "plain" else [],
     )
     for name, own in OWN.items()
     if name != "fsdp2_nd_pretrain"
     for mode in ["plain", "bf16", "full", *own]
-    for ranks in (2, 8, 1024)
+    for ranks in (8, 1024)
     if (ranks < 1024 or mode in ("plain", "hybrid"))  # that many take seconds
-    and not (ranks == 2 and mode.startswith("four"))
     and (mode != "full" or name[6:8] in ("tp", "cp", "ep"))
 ]
 
