@@ -1138,10 +1138,11 @@ def test_a_run_killed_again_and_again_repeats_its_answers(flags, tmp_path, monke
 
 
 @pytest.mark.drill
-def test_compiled_sequences_of_many_lengths(seen, flags, tmp_path):
+def test_compiled_sequences_of_many_lengths(flags, tmp_path):
     """The plain suite leaves this out, because it takes long."""
-    modes = {"compile": flags | {"compile": True}}
-    modes["few"] = modes["compile"] | {"pad_to_multiple_of": 16, "inner_steps": 2}
-    compiled = watch(2, modes, tmp_path)
-    check_same(compiled["compile"], seen["plain"])
-    check_same(compiled["few"], seen["inner"])
+    modes = {mode: flags | MODES[mode] for mode in ("plain", "inner")}
+    modes["compile"] = modes["plain"] | {"compile": True}
+    modes["few"] = modes["inner"] | {"compile": True, "pad_to_multiple_of": 16}
+    seen = watch(2, modes, tmp_path)
+    check_same(seen["compile"], seen["plain"])
+    check_same(seen["few"], seen["inner"])

@@ -209,9 +209,9 @@ def test_nothing_is_compiled_twice(seen):
     check_graphs(seen, 1)
 
 
-@pytest.mark.parametrize("name", [name for name in DENSE if name != "pp"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_accumulating_gradients_equals_one_larger_micro_batch(seen, name):
-    assert seen[f"{name} fp32"]["micro_batches"] == (4 if name in ("tp", "cp") else 2)
+    assert seen[f"{name} fp32"]["micro_batches"] == 2
     assert seen[f"{name} merged"]["micro_batches"] == 1
     assert difference(seen[f"{name} merged"]["norms"], seen[f"{name} fp32"]["norms"]) < 1e-6
 
