@@ -101,7 +101,7 @@ def check_agreement(one: Path, other: Path) -> None:
 @pytest.mark.parametrize(
     "script, own",
     [
-        (INSIDE[0], {}),
+        pytest.param(INSIDE[0], {}, marks=pytest.mark.drill),
         (INSIDE[1], {}),
         pytest.param(INSIDE[1], {"context_parallel": 4}, marks=pytest.mark.drill),
         pytest.param(

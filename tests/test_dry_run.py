@@ -238,6 +238,7 @@ def test_closed_forms(two_blocks, name, mode, ranks):
     assert all(share < 0.05 for why, share in more.items() if "equal size" in why and small)
 
 
+@pytest.mark.drill
 def test_collectives_of_a_run_are_those_of_the_dry_run(corpus, two_blocks):
     flags = RUN_FLAGS | {"model": two_blocks, "dataset": corpus}
     done = torchrun(2, "bench/collectives.py", "fsdp2_pretrain.py", *arguments(flags))

@@ -27,13 +27,14 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {}
 for name in ALL:
     for batching in ("bucketed", "packed"):
         RUNS[f"{name} {batching}"] = name, {"batching": batching}
+for batching in ("bucketed", "packed"):
+    RUNS[f"experts {batching}"] = EXPERTS, {"batching": batching, "model": "tiny-moe"}
+RUNS["fsdp2_cp_pretrain.py ring"] = "fsdp2_cp_pretrain.py", {"context_attention": "ring"}
+SHORT = list(RUNS)  # the others are for the drills
 for name in ("ddp_pretrain.py", "fsdp2_pretrain.py", "fsdp2_grpo.py"):
     RUNS[f"{name} fp32"] = name, {"precision": "fp32"}
 for mode in ("full", "selective"):
     RUNS[f"checkpointing {mode}"] = "fsdp2_pretrain.py", {"activation_checkpointing": mode}
-for batching in ("bucketed", "packed"):
-    RUNS[f"experts {batching}"] = EXPERTS, {"batching": batching, "model": "tiny-moe"}
-RUNS["fsdp2_cp_pretrain.py ring"] = "fsdp2_cp_pretrain.py", {"context_attention": "ring"}
 RUNS["replicas"] = "fsdp2_pretrain.py", {"dp_replicate": 2}
 RUNS["unsharded after forward"] = "fsdp2_pretrain.py", {"reshard_after_forward": False}
 RUNS["offload"] = "fsdp2_pretrain.py", {"cpu_offload": True}
@@ -44,22 +45,31 @@ RUNS["experts, full checkpointing"] = (
 )
 RUNS["padded"] = "fsdp2_pretrain.py", {"pad_to_multiple_of": 64}
 RUNS["packed fp32"] = "fsdp2_pretrain.py", {"batching": "packed", "precision": "fp32"}
+NAMES = [pytest.param(name, marks=[pytest.mark.drill] * (name not in SHORT)) for name in RUNS]
+
+
+class Seen(dict):
+    """What runs saw. The first look at one starts all short or all long runs."""
+
+    def __missing__(self, name: str) -> dict:
+        names = [each for each in RUNS if (each in SHORT) == (name in [*SHORT, "starts"])]
+        runs: list[tuple[str, Any]] = []
+        for script, flags in map(RUNS.get, names):
+            sizes = SIZES if "grpo" in script else SIZES | GLOBAL
+            runs.append((script.removesuffix(".py"), sizes | flags))
+        runs.append(("fsdp2_pretrain", "starts"))
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "tests/fake_cuda.py"), json.dumps(runs)],
+            env=os.environ, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        self.update(zip([*names, "starts"], map(json.loads, done.stdout.splitlines())))
+        return self[name]
 
 
 @pytest.fixture(scope="module")
-def seen() -> dict[str, dict]:
-    """Return what all runs saw. They share one process."""
-    runs = []
-    for name, flags in RUNS.values():
-        sizes = SIZES if "grpo" in name else SIZES | GLOBAL
-        runs.append((name.removesuffix(".py"), sizes | flags))
-    runs.append(("fsdp2_pretrain", "starts"))
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/fake_cuda.py"), json.dumps(runs)],
-        env=os.environ, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip([*RUNS, "starts"], map(json.loads, done.stdout.splitlines())))
+def seen() -> Seen:
+    return Seen()
 
 
 def events(run: dict, beginning: str) -> dict[str, int]:
@@ -68,7 +78,7 @@ def events(run: dict, beginning: str) -> dict[str, int]:
     return {event: times for event, times in both if event.startswith(beginning)}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", NAMES)
 def test_everything_is_on_this_ranks_gpu_and_nothing_waits(seen, name):
     run = seen[name]
     assert "error" not in run, run.get("error")
@@ -99,7 +109,9 @@ def test_everything_is_on_this_ranks_gpu_and_nothing_waits(seen, name):
     assert not events(run, "wait for everything")
 
 
-@pytest.mark.parametrize("batching", ["bucketed", "packed", "fp32"])
+@pytest.mark.parametrize(
+    "batching", ["bucketed", "packed", pytest.param("fp32", marks=pytest.mark.drill)]
+)
 def test_sampling_waits_for_answers_and_masks(seen, batching):
     """At each token, it reads which answers have ended, and transformers whether there is padding.
 
@@ -116,7 +128,7 @@ def test_sampling_waits_for_answers_and_masks(seen, batching):
     assert len(sampling) == 8, sampling  # no collective among them
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", NAMES)
 def test_attention_uses_the_fast_kernels(seen, name):
     """Packed batches use the variable-length kernel, with its own key/value heads. In bf16 no
     kernel computes full matrices. (In fp32, torch has no fast kernel for grouped heads.)"""
