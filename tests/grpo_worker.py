@@ -175,7 +175,7 @@ def main() -> None:
     given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
     device = script.init_process_group(script.Config(timeout_minutes=1.0))
     script.reward = graded
-    # A mode of its own compiles: trace and partition graphs. The kernels are tested elsewhere.
+    # Graphs are traced and split. test_modes.py generates kernels.
     torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")
     seen = {}
     for mode, flags in json.loads(given["--asked"]).items():

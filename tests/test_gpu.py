@@ -25,12 +25,15 @@ SIZES = {"micro_batch_tokens": 4096}
 GLOBAL = {"global_batch_tokens": 4096 * 4 * 2}  # RL counts prompts instead
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {}
 for name in ALL:
-    for batching in ("bucketed", "packed"):
-        RUNS[f"{name} {batching}"] = name, {"batching": batching}
-for batching in ("bucketed", "packed"):
-    RUNS[f"experts {batching}"] = EXPERTS, {"batching": batching, "model": "tiny-moe"}
+    RUNS[f"{name} bucketed"] = name, {"batching": "bucketed"}
+RUNS["experts bucketed"] = EXPERTS, {"batching": "bucketed", "model": "tiny-moe"}
 RUNS["fsdp2_cp_pretrain.py ring"] = "fsdp2_cp_pretrain.py", {"context_attention": "ring"}
+for name in ("fsdp2_pretrain.py", "fsdp2_sft.py", "fsdp2_grpo.py"):
+    RUNS[f"{name} packed"] = name, {"batching": "packed"}
 SHORT = list(RUNS)  # the others are for the drills
+for name in ("ddp_pretrain.py", "fsdp1_pretrain.py", *INSIDE):
+    RUNS[f"{name} packed"] = name, {"batching": "packed"}
+RUNS["experts packed"] = EXPERTS, {"batching": "packed", "model": "tiny-moe"}
 for name in ("ddp_pretrain.py", "fsdp2_pretrain.py", "fsdp2_grpo.py"):
     RUNS[f"{name} fp32"] = name, {"precision": "fp32"}
 for mode in ("full", "selective"):

@@ -55,17 +55,19 @@ COMMON_MODES = {
     # One large micro-batch instead of several.
     "merged": {"merge": True, "CHUNK_TOKENS": 100},
 }
-# Modes that other modes are compared with, or whose code all strategies share.
+# What compiled modes are compared with.
 REFERENCE_MODES = {
+    "fp32": {},
+    "packed": {"batching": "packed"},
     "padded": {"pad_to_multiple_of": 256},
     "large": {"micro_batch_tokens": 1024, "pad_to_multiple_of": 256},
-    "ac_fraction": {"activation_checkpointing": "0.5"},
 }
 NO_CLIP = {"no_clip": {"grad_clip": 0.0}}
+AC_FRACTION = {"ac_fraction": {"activation_checkpointing": "0.5"}}
 OWN_MODES = {
     "ddp": {
-        **REFERENCE_MODES,
         **NO_CLIP,
+        **AC_FRACTION,
         "zero1": {"shard_optimizer": True},
         "zero1_bf16": {"shard_optimizer": True, "precision": "bf16"},
     },
@@ -76,8 +78,8 @@ OWN_MODES = {
         "hybrid": {"sharding_strategy": "hybrid_shard"},
     },
     "fsdp2": {
-        **REFERENCE_MODES,
         **NO_CLIP,
+        **AC_FRACTION,
         "reduce_every": {"reduce_every_micro_batch": True},
         "reduce_every_bf16": {"reduce_every_micro_batch": True, "precision": "bf16"},
         "keep_after_forward": {"reshard_after_forward": False},
@@ -87,18 +89,17 @@ OWN_MODES = {
         "cpu_offload": {"cpu_offload": True},
     },
     "tp": {
-        "keep_after_forward": {"reshard_after_forward": False},
-        "reduce_every": {"reduce_every_micro_batch": True},
+        "bf16": {"precision": "bf16", "reshard_after_forward": False},
+        "packed_odd": COMMON_MODES["packed_odd"] | {"reduce_every_micro_batch": True},
     },
     "cp": {
-        "reduce_every": {"reduce_every_micro_batch": True},
+        "packed_odd": COMMON_MODES["packed_odd"] | {"reduce_every_micro_batch": True},
         "ring": {"context_attention": "ring"},
         "ring_full": {"context_attention": "ring", "activation_checkpointing": "full"},
         "ring_selective": {"context_attention": "ring", "activation_checkpointing": "selective"},
         "ring_bf16": {"context_attention": "ring", "precision": "bf16"},
     },
     "pp": {
-        "one_stage": {"pipeline_parallel": 1},
         "hybrid": {"pipeline_parallel": 1, "dp_replicate": 2},
         "cpu_offload": {"cpu_offload": True},
         "gpipe": {"schedule": "gpipe"},
@@ -108,7 +109,8 @@ OWN_MODES = {
 }
 # Only a strategy that splits sequences has to pad an odd length. All share the code of
 # "recomputed_bf16". Those that agree with DDP on several micro-batches accumulate as it does.
-LEFT_OUT = {"fsdp1": ["packed_odd", "merged"], "fsdp2": ["packed_odd"]}
+LEFT_OUT = {"ddp": ["recomputed_bf16"], "fsdp2": ["packed_odd"]}
+LEFT_OUT |= {"fsdp1": ["packed_odd", "recomputed_bf16", "merged"]}
 LEFT_OUT |= {name: ["packed", "recomputed_bf16", "merged"] for name in ("tp", "cp", "pp")}
 
 COMPILED_MODES = {
@@ -127,9 +129,8 @@ COMPILED_MODES = {
         "pad_to_multiple_of": 256,
     },
 }
-# Compiling takes long, and all strategies share its code. So the plain suite does it once. The
-# drill compiles FSDP2 in every way, and others where they do something inside a block.
-COMPILED_IN_PLAIN = {("fsdp2", "compile")}
+# Compiling takes long, and all strategies share its code. So only a drill does it: FSDP2 in every
+# way, and others where they do something inside a block.
 COMPILED = {name: ["compile", "compile_packed"] for name in ("tp", "cp", "pp")}
 COMPILED |= {"ddp": ["compile_packed", "compile_bf16"], "fsdp1": ["compile_packed"]}
 COMPILED |= {"fsdp2": list(COMPILED_MODES)}
@@ -183,16 +184,10 @@ def modes(name: str, which: str = "plain") -> dict[str, dict]:
         return compiled if name in ("fsdp2", "ep") else {}
     if name == "ep":
         return {}
-    compiled = {
-        mode: flags
-        for mode, flags in COMPILED_MODES.items()
-        if ((name, mode) in COMPILED_IN_PLAIN) == (which == "plain") and mode in COMPILED[name]
-    }
     if which == "compiled":
-        references = COMMON_MODES | REFERENCE_MODES if name == "ddp" else {}
-        needed = ["fp32", "packed", "padded", "large"]
-        return {mode: references[mode] for mode in needed if mode in references} | compiled
-    every = COMMON_MODES | OWN_MODES[name] | compiled
+        compiled = {mode: COMPILED_MODES[mode] for mode in COMPILED[name]}
+        return REFERENCE_MODES | compiled if name == "ddp" else compiled
+    every = COMMON_MODES | OWN_MODES[name]
     return {mode: flags for mode, flags in every.items() if mode not in LEFT_OUT.get(name, [])}
 
 
@@ -326,7 +321,7 @@ def main() -> None:
             merge, full_loss = flags.pop("merge", False), script.CHUNK_TOKENS
             script.CHUNK_TOKENS = flags.pop("CHUNK_TOKENS", full_loss)
             count = which == "plain" and mode in ("fp32", "ac_full", "ac_selective", "ac_fraction")
-            kernels = which != "plain" and (which != "compiled" or (name, mode) in GENERATED)
+            kernels = which != "compiled" or (name, mode) in GENERATED
             backend = "inductor" if kernels else "aot_eager"
             torch.nn.Module.compile = partialmethod(COMPILE, backend=backend)
             seen[f"{name} {mode}"] = train(script, flags, device, merge, count)
