@@ -12,16 +12,15 @@ import fsdp2_nd_pretrain
 
 NAMES = {"tp": "tensor_parallel", "cp": "context_parallel", "pp": "pipeline_parallel"}
 NAMES |= {"rep": "dp_replicate"}
-BUCKETED = {"batching": "bucketed", "micro_batch_tokens": 256, "global_batch_tokens": 4096}
 MODES = {
     "fp32": {},
     "untied": {"model": "untied"},
-    "bucketed": BUCKETED,
+    "packed": {"batching": "packed", "micro_batch_tokens": 257, "global_batch_tokens": 16 * 257},
     "full": {"activation_checkpointing": "full"},
     "selective": {"activation_checkpointing": "selective"},
     "bf16": {"precision": "bf16"},
     "clipped": {"grad_clip": 0.1},
-    "compiled": BUCKETED | {"compile": True, "pad_to_multiple_of": 256},
+    "compiled": {"compile": True, "pad_to_multiple_of": 256},
 }
 
 
@@ -33,8 +32,8 @@ def flags_of(mesh: str) -> dict[str, int]:
 # Meshes and modes; tests/test_agreement.py has `tp2 pp2` in the plain suite.
 FOUR = [(mesh, "fp32") for mesh in ("tp2 cp2", "pp2 cp2", "tp2 rep2", "pp2 rep2")]
 FOUR += [("tp2 pp2", mode) for mode in ("untied", "selective", "bf16", "clipped", "compiled")]
-FOUR += [("tp2 cp2", mode) for mode in ("bucketed", "full", "bf16")] + [("pp2 cp2", "bucketed")]
-EIGHT = [("tp2 pp2 cp2", "fp32"), ("tp2 pp2 rep2", "fp32"), ("tp2 pp2 cp2", "bucketed")]
+FOUR += [("tp2 cp2", mode) for mode in ("packed", "full", "bf16")] + [("pp2 cp2", "packed")]
+EIGHT = [("tp2 pp2 cp2", "fp32"), ("tp2 pp2 rep2", "fp32"), ("tp2 pp2 cp2", "packed")]
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +45,7 @@ def run_worker(corpus, shape_directory, tmp_path_factory):
         untied = directory / "untied"
         small_shape(tie_word_embeddings=False).save_pretrained(untied)
         base = {"model": shape_directory, "dataset": corpus, "run_dir": str(directory), **SMALL}
-        # DTensor takes long where it sees a shape for the first time. Here are few, and odd ones.
-        base |= {"max_length": 256, "batching": "packed", "micro_batch_tokens": 257}
-        base |= {"global_batch_tokens": 16 * 257, "eval_batches": 1}
+        base |= {"micro_batch_tokens": 256, "max_length": 256}
         flags = {}
         for mesh, mode in [("fsdp2", "fp32"), *(("fsdp2", mode) for _, mode in cases), *cases]:
             own = base | MODES[mode] | (flags_of(mesh) if mesh != "fsdp2" else {})
