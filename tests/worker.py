@@ -89,7 +89,7 @@ OWN_MODES = {
         "cpu_offload": {"cpu_offload": True},
     },
     "tp": {
-        "bf16": {"precision": "bf16", "reshard_after_forward": False},
+        "untied": COMMON_MODES["untied"] | {"reshard_after_forward": False},
         "packed_odd": COMMON_MODES["packed_odd"] | {"reduce_every_micro_batch": True},
     },
     "cp": {
@@ -100,6 +100,7 @@ OWN_MODES = {
         "ring_bf16": {"context_attention": "ring", "precision": "bf16"},
     },
     "pp": {
+        "one_stage": {"pipeline_parallel": 1},
         "hybrid": {"pipeline_parallel": 1, "dp_replicate": 2},
         "cpu_offload": {"cpu_offload": True},
         "gpipe": {"schedule": "gpipe"},
