@@ -738,11 +738,9 @@ def test_a_pipeline_passes_torchs_own_checks(flags, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "script, background, kills, tokens",
     [
-        ("ddp_pretrain", "false", 4, 16384),
         ("fsdp2_pretrain", "true", 6, 16384),
         ("fsdp2_pp_pretrain", "true", 4, 8192),
         ("fsdp2_ep_pretrain", "false", 4, 8192),
-        ("fsdp2_nd_pretrain", "true", 4, 8192),
     ],
 )
 def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
@@ -751,8 +749,6 @@ def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
     """The global batches make steps slow enough to be hit."""
     if script == "fsdp2_ep_pretrain":
         flags = flags | {"model": mixture_directory}
-    if script == "fsdp2_nd_pretrain":
-        flags = flags | {"tensor_parallel": 2}
     flags = flags | {"steps": 3 * kills, "checkpoint_every": 2, "async_checkpoint": background}
     flags |= {"global_batch_tokens": tokens}
     whole, storm = tmp_path / "whole", tmp_path / "storm"

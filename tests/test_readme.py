@@ -117,7 +117,7 @@ def test_every_page_is_linked_from_the_readme():
 @pytest.mark.drill
 def test_first_run(tmp_path):
     """The first block and the chain as they stand, but for making the environment (this is one),
-    and with half of the steps of RL, after which the reward has risen at least a fifth as far."""
+    and with a quarter of the steps of RL, after which the reward has risen a fifth as far."""
     *setup, command = block("first run")
     assert setup == [
         "python3 -m venv .venv",
@@ -150,7 +150,7 @@ def test_first_run(tmp_path):
         assert errors == "" or not quiet  # transformers shows a bar as it loads
         return "".join(lines)
 
-    printed = run(command, 240)
+    printed = run(command, 900)
     assert seconds[command] < 30
     run_dir = tmp_path / "runs/fsdp2_pretrain"
     _, validation = metrics(run_dir)
@@ -164,9 +164,9 @@ def test_first_run(tmp_path):
     following = re.search(r"next:  (.*)", printed)[1]
     pretrain, tune, reinforce, *chat = block("chain")
     assert pretrain == command and "fsdp2_tp_pretrain.py" in following
-    following = re.search(r"next:  (.*)", run(tune, 240))[1]
+    following = re.search(r"next:  (.*)", run(tune, 900))[1]
     assert reinforce == following
-    run(f"{following} --steps 40", 300)
+    run(f"{following} --steps 20", 900)
     rewards = [
         line["validation_reward"] for line in read_lines(tmp_path / "runs/fsdp2_grpo")
         if "validation_reward" in line
@@ -174,7 +174,7 @@ def test_first_run(tmp_path):
     before, after = map(float, re.search(r"rises from ([\d.]+) to ([\d.]+)", README).groups())
     assert rewards[0] < before + 0.03
     assert rewards[-1] > before + 0.2 * (after - before)
-    streamed = run("\n".join(chat), 120, quiet=False)
+    streamed = run("\n".join(chat), 300, quiet=False)
     assert streamed.startswith("<|begin_of_thought|>") and len(streamed) > 50
     held_out = subprocess.run(
         [sys.executable, ROOT / "bench/bigram.py"], env=environment, capture_output=True, text=True

@@ -132,9 +132,8 @@ COMPILED_MODES = {
 }
 # Compiling takes long, and all strategies share its code. So only a drill does it: FSDP2 in every
 # way, and others where they do something inside a block.
-COMPILED = {name: ["compile", "compile_packed"] for name in ("tp", "cp", "pp")}
-COMPILED |= {"ddp": ["compile_packed", "compile_bf16"], "fsdp1": ["compile_packed"]}
-COMPILED |= {"fsdp2": list(COMPILED_MODES)}
+COMPILED = {"ddp": ["compile_bf16"], "tp": ["compile"], "fsdp2": list(COMPILED_MODES)}
+COMPILED |= {name: ["compile_packed"] for name in ("fsdp1", "cp", "pp")}
 # Graphs are traced and split, but kernels are generated in these cases only.
 GENERATED = {("fsdp2", "compile_dynamic"), ("tp", "compile"), ("cp", "compile_packed")}
 
