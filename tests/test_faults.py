@@ -741,6 +741,7 @@ def test_a_pipeline_passes_torchs_own_checks(flags, tmp_path, monkeypatch):
         ("fsdp2_pretrain", "true", 6, 16384),
         ("fsdp2_pp_pretrain", "true", 4, 8192),
         ("fsdp2_ep_pretrain", "false", 4, 8192),
+        ("fsdp2_nd_pretrain", "true", 4, 4096),
     ],
 )
 def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
@@ -749,6 +750,8 @@ def test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one(
     """The global batches make steps slow enough to be hit."""
     if script == "fsdp2_ep_pretrain":
         flags = flags | {"model": mixture_directory}
+    if script == "fsdp2_nd_pretrain":
+        flags = flags | {"tensor_parallel": 2, "batching": "packed"}
     flags = flags | {"steps": 3 * kills, "checkpoint_every": 2, "async_checkpoint": background}
     flags |= {"global_batch_tokens": tokens}
     whole, storm = tmp_path / "whole", tmp_path / "storm"

@@ -32,7 +32,7 @@ def flags_of(mesh: str) -> dict[str, int]:
 FOUR = [(mesh, "fp32") for mesh in ("tp2 cp2", "pp2 cp2", "tp2 rep2", "pp2 rep2")]
 FOUR += [("tp2 pp2", mode) for mode in ("untied", "selective", "bf16", "compiled")]
 FOUR += [("tp2 cp2", mode) for mode in ("packed", "full")]
-EIGHT = [("tp2 pp2 rep2", "fp32"), ("tp2 pp2 cp2", "packed")]
+EIGHT = [("tp2 pp2 cp2", "fp32"), ("tp2 pp2 rep2", "fp32"), ("tp2 pp2 cp2", "packed")]
 
 
 @pytest.fixture(scope="module")

@@ -131,7 +131,7 @@ COMPILED_MODES = {
     },
 }
 # Compiling takes long, and all strategies share its code. So only a drill does it: FSDP2 in every
-# way, and others where they do something inside a block.
+# way, and the others in one.
 COMPILED = {"ddp": ["compile_bf16"], "tp": ["compile"], "fsdp2": list(COMPILED_MODES)}
 COMPILED |= {name: ["compile_packed"] for name in ("fsdp1", "cp", "pp")}
 # Graphs are traced and split, but kernels are generated in these cases only.
