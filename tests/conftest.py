@@ -15,6 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
+from forked import HANGS  # noqa: E402
+
 import common  # noqa: E402
 
 SCRIPTS = ["ddp_pretrain.py", "fsdp1_pretrain.py", "fsdp2_pretrain.py"]
@@ -199,14 +201,12 @@ def arguments(flags: dict) -> list[str]:
     return words
 
 
-def torchrun(
-    ranks: int, *words: str, timeout: float = 300, **variables: str
-) -> subprocess.CompletedProcess:
+def torchrun(ranks: int, *words: str, **variables: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={ranks}", *words]
     return subprocess.run(
         command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True,
-        timeout=timeout,
+        timeout=HANGS,
     )  # fmt: skip
 
 
@@ -217,16 +217,14 @@ class Forked:
 
 
 def launch(
-    ranks: int, script: str, flags: dict, faults: list | None = None, limit: float = 240,
-    orderly: bool = False,
-) -> subprocess.CompletedProcess:  # fmt: skip
+    ranks: int, script: str, flags: dict, faults: list | None = None, orderly: bool = False
+) -> subprocess.CompletedProcess:
     """Launch a script as torchrun does, but without its seven seconds, and with planted faults.
 
     Args:
         ranks: 0 for `python script` without torchrun. Its exit code is returned as it is; otherwise
             the code is 1 if any rank failed.
         faults: see faults.py.
-        limit: seconds until the ranks are killed.
         orderly: let Python shut down at the end of each rank, which takes a second.
     """
     if Forked.process is None:
@@ -235,7 +233,7 @@ def launch(
             program, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
     asked = {"ranks": ranks, "script": script.removesuffix(".py"), "words": arguments(flags)}
-    asked |= {"faults": faults or [], "environment": {**os.environ}, "limit": limit}
+    asked |= {"faults": faults or [], "environment": {**os.environ}}
     asked["orderly"] = orderly
     print(json.dumps(asked), file=Forked.process.stdin)
     done = json.loads(Forked.process.stdout.readline())

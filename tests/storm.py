@@ -52,7 +52,7 @@ def main() -> None:
             call, *times = chance.choice([place for place in PLACES if place[1 + victim]])
             fault = {"call": call, "number": chance.randint(1, times[victim]), "rank": victim}
             fault |= {"do": "kill", "after": chance.random() < 0.5}
-            codes = join(launch(script, words, [fault, no_end]), 120)
+            codes = join(launch(script, words, [fault, no_end]))
             print(json.dumps(fault), codes, flush=True)
         else:  # one rank or all, at a time
             ranks = launch(script, words, [no_end])
@@ -61,11 +61,11 @@ def main() -> None:
             everyone = chance.random() < 0.5
             for child in ranks if everyone else [ranks[victim]]:
                 os.kill(child, signal.SIGKILL)
-            codes = join(ranks, 60)
+            codes = join(ranks)
             print(
                 f"after {delay:.1f} s, {'all' if everyone else f'rank {victim}'}", codes, flush=True
             )
-    codes = join(launch(script, words, []), 240)
+    codes = join(launch(script, words, []))
     print("end", codes)
     sys.exit(any(codes))
 

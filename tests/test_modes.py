@@ -33,7 +33,7 @@ def run_worker(
         out = directory / "seen.json"
         flags = {"out": out, "which": which, "untied": untied, "packages": packages}
         flags |= {"base": json.dumps(base), "start": json.dumps(start)}
-        done = launch(2, "worker", flags, limit=840)
+        done = launch(2, "worker", flags)
         assert done.returncode == 0, done.stderr
         assert "Warning" not in done.stderr, done.stderr
         return json.loads(out.read_text())

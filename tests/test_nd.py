@@ -51,7 +51,7 @@ def run_worker(corpus, shape_directory, tmp_path_factory):
             own["model"] = {"untied": str(untied)}.get(own["model"], own["model"])
             flags[f"{mesh} {mode}"] = own
         out = directory / "seen.json"
-        done = launch(ranks, "nd_worker", {"out": out, "cases": json.dumps(flags)}, limit=600)
+        done = launch(ranks, "nd_worker", {"out": out, "cases": json.dumps(flags)})
         assert done.returncode == 0, done.stderr
         assert "Warning" not in done.stderr, done.stderr
         return json.loads(out.read_text())

@@ -12,7 +12,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from conftest import ROOT, RUN_FLAGS, arguments, metrics
+from conftest import HANGS, ROOT, RUN_FLAGS, arguments, metrics
 
 ADDRESSES = ["10.77.0.1", "10.77.0.2"]
 
@@ -76,7 +76,7 @@ class Launch:
             text=True, start_new_session=True,
         )  # fmt: skip
 
-    def end(self, limit: float = 60) -> list[str]:
+    def end(self, limit: float = HANGS) -> list[str]:
         """Wait until both have ended; returns their stderr."""
         try:
             return [launcher.communicate(timeout=limit)[1] for launcher in self.launchers]
@@ -113,13 +113,13 @@ def test_two_nodes_are_one_run(nodes, run, corpus, tmp_path, script, ranks, own)
     assert all((tmp_path / f"cache{number}").is_dir() for number in range(2))
 
 
-def wait_for_steps(launch, run_dir, number: int, limit: float = 60) -> None:
-    deadline = time.monotonic() + limit
+def wait_for_steps(launch, run_dir, number: int) -> None:
+    deadline = time.monotonic() + HANGS
     while time.monotonic() < deadline:
         if (run_dir / "metrics.jsonl").exists() and len(metrics(run_dir)[0]) >= number:
             return
         time.sleep(0.1)
-    raise AssertionError(f"no {number} steps in {limit} seconds: {launch.end(1)}")
+    raise AssertionError(f"no {number} steps in {HANGS} seconds: {launch.end(1)}")
 
 
 @pytest.mark.drill
@@ -136,7 +136,7 @@ def test_a_node_that_dies_ends_or_restarts_the_other(nodes, corpus, tmp_path):
         launch.launchers[1].communicate()
         if restarts:
             launch.launchers[1] = launch.start(1)
-        errors = launch.end(limit=240)
+        errors = launch.end()
         codes = [launcher.returncode for launcher in launch.launchers]
         if restarts:
             assert codes == [0, 0], errors
@@ -169,7 +169,7 @@ def test_slurm_script_of_the_pages(corpus, tmp_path):
     flags = arguments(RUN_FLAGS | {"dataset": corpus, "run_dir": tmp_path / "run"})
     done = subprocess.run(
         ["bash", str(tmp_path / "train.slurm"), *flags], cwd=ROOT, env=environment,
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=HANGS,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert len(metrics(tmp_path / "run")[0]) == RUN_FLAGS["steps"]

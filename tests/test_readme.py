@@ -6,18 +6,18 @@ import json
 import math
 import os
 import re
+import resource
 import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import transformers
-from conftest import EXPERTS, INSIDE, ROOT, SCRIPTS, metrics, read_lines
+from conftest import EXPERTS, HANGS, INSIDE, ROOT, SCRIPTS, metrics, read_lines
 
 import common
 import fsdp2_grpo
@@ -129,29 +129,21 @@ def test_first_run(tmp_path):
     cache = str(tmp_path / "cache")  # nothing is cached yet
     environment = os.environ | {"HF_HOME": cache, "HF_DATASETS_CACHE": cache}
     environment["PATH"] = f"{os.path.dirname(sys.executable)}:{environment['PATH']}"
-    seconds = {}
 
-    def run(words: str, limit: float, quiet: bool = True) -> str:
-        began = time.monotonic()
+    def run(words: str, quiet: bool = True) -> str:
         process = subprocess.Popen(
             words, shell=True, cwd=tmp_path, env=environment, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
-        timer = threading.Timer(limit, lambda: os.killpg(process.pid, 9))
+        timer = threading.Timer(HANGS, lambda: os.killpg(process.pid, 9))
         timer.start()
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if line.startswith("step 1/"):
-                seconds[words] = time.monotonic() - began
-        errors = process.stderr.read()
+        printed, errors = process.communicate()
         timer.cancel()
-        assert process.wait() == 0, errors
+        assert process.returncode == 0, errors
         assert errors == "" or not quiet  # transformers shows a bar as it loads
-        return "".join(lines)
+        return printed
 
-    printed = run(command, 900)
-    assert seconds[command] < 30
+    printed = run(command)
     run_dir = tmp_path / "runs/fsdp2_pretrain"
     _, validation = metrics(run_dir)
     claims = re.search(r"about ([\d.]+) nats.* reaches ([\d.]+)", README, re.DOTALL)
@@ -164,9 +156,9 @@ def test_first_run(tmp_path):
     following = re.search(r"next:  (.*)", printed)[1]
     pretrain, tune, reinforce, *chat = block("chain")
     assert pretrain == command and "fsdp2_tp_pretrain.py" in following
-    following = re.search(r"next:  (.*)", run(tune, 900))[1]
+    following = re.search(r"next:  (.*)", run(tune))[1]
     assert reinforce == following
-    run(f"{following} --steps 20", 900)
+    run(f"{following} --steps 20")
     rewards = [
         line["validation_reward"] for line in read_lines(tmp_path / "runs/fsdp2_grpo")
         if "validation_reward" in line
@@ -174,7 +166,7 @@ def test_first_run(tmp_path):
     before, after = map(float, re.search(r"rises from ([\d.]+) to ([\d.]+)", README).groups())
     assert rewards[0] < before + 0.03
     assert rewards[-1] > before + 0.2 * (after - before)
-    streamed = run("\n".join(chat), 300, quiet=False)
+    streamed = run("\n".join(chat), quiet=False)
     assert streamed.startswith("<|begin_of_thought|>") and len(streamed) > 50
     held_out = subprocess.run(
         [sys.executable, ROOT / "bench/bigram.py"], env=environment, capture_output=True, text=True
@@ -326,11 +318,13 @@ def test_generated_parts_are_current(monkeypatch):
 
 
 def test_help_lists_every_flag_quickly():
-    began = time.monotonic()
+    """In 15 seconds of processor time, most of which are imports."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "fsdp2_pretrain.py", "--help"], cwd=ROOT, capture_output=True, text=True
     )
-    assert time.monotonic() - began < 15
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 15
     assert done.returncode == 0
     import fsdp2_pretrain
 

@@ -213,7 +213,7 @@ def test_ranks_with_a_full_cache_take_no_lock(flags, complete, tmp_path):
     assert lock.exists()  # of the run that has filled the cache
     with filelock.FileLock(lock):
         change = {"global_batch_tokens": 1024, "run_dir": tmp_path, "steps": 1}
-        done = launch(2, "ddp_pretrain", flags | change, limit=60)
+        done = launch(2, "ddp_pretrain", flags | change)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
 
 
