@@ -26,19 +26,25 @@ PAGES = sorted(
 SPEED = re.compile(r"[\d,]+ tokens/s  [\d,]+ s left")  # differs from run to run
 
 
-def run_blocks(page: str) -> Iterator[tuple[str, str]]:
-    """Run a page's blocks in order. Yields what the page shows, and what is printed now."""
+def run_blocks(
+    page: str, programs: Path = Path(sys.executable).parent
+) -> Iterator[tuple[str, str]]:
+    """Run a page's blocks in order. Yields what the page shows, and what is printed now.
+
+    Args:
+        programs: the folder that has the blocks' `python` and `torchrun`.
+    """
     text = (ROOT / f"docs/{page}.md").read_text()
     with tempfile.TemporaryDirectory() as folder:
         for file in ROOT.glob("*.py"):
             shutil.copy(file, folder)
         shutil.copytree(ROOT / "bench", Path(folder, "bench"))
         environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
-        environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
+        environment["PATH"] = f"{programs}:{environment['PATH']}"
         for _, commands, shown in BLOCK.findall(text):
             done = subprocess.run(
                 ["bash", "-c", commands], cwd=folder, env=environment, text=True,
-                capture_output=True, timeout=900,
+                capture_output=True, timeout=1800,
             )  # fmt: skip
             if not done.stdout:
                 raise RuntimeError(f"{commands}\nprints nothing: {done.stderr[-2000:]}")

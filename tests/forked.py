@@ -2,8 +2,8 @@
 
 A launch by torchrun takes seven seconds before anything happens. Ranks that are forked from here
 start at once. Each line of stdin is a launch in JSON: {"ranks", "script", "words", "faults",
-"orderly", "environment"}. The answer is one line: {"codes", "stdout", "stderr"}. With 0
-ranks, it starts one process as without torchrun.
+"orderly", "environment"}. The answer is one line: {"codes", "stdout", "stderr"}. With 0 ranks, it
+starts one process as without torchrun.
 """
 
 import contextlib
@@ -16,21 +16,21 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import datasets  # noqa: E402, F401
 import transformers  # noqa: E402
-from faults import run  # noqa: E402
 
-HANGS = 900  # seconds; what takes longer is killed
+HANGS = 1800  # seconds; what takes longer is killed
 
 
 def start(
-    ranks: int, script: str, words: list[str], faults: list[dict[str, Any]], orderly: bool,
-    out: IO, err: IO,
-) -> list[int]:  # fmt: skip
+    ranks: int, program: Callable[[], Any], out: int, err: int, orderly: bool = False
+) -> list[int]:
     """Fork the ranks with the environment that torchrun would give them; returns process ids."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -45,9 +45,9 @@ def start(
                 os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
                 os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-            os.dup2(out.fileno(), 1)
-            os.dup2(err.fileno(), 2)
-            run(script, faults, words)
+            os.dup2(out, 1)
+            os.dup2(err, 2)
+            program()
             if orderly:
                 raise SystemExit  # as at the end of a script: what is still alive may abort
             sys.stdout.flush()
@@ -84,6 +84,8 @@ def join(ranks: list[int]) -> list[int]:
 
 
 def main() -> None:
+    from faults import run
+
     for script in Path(__file__).parents[1].glob("*p*_*.py"):
         with contextlib.suppress(Exception):  # one that fails to import fails in its own launches
             importlib.import_module(script.stem)
@@ -97,8 +99,9 @@ def main() -> None:
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             os.environ.clear()
             os.environ |= asked["environment"]
-            launch = [asked[name] for name in ("ranks", "script", "words", "faults", "orderly")]
-            codes = join(start(*launch, out, err))
+            program = partial(run, asked["script"], asked["faults"], asked["words"])
+            descriptors = out.fileno(), err.fileno()
+            codes = join(start(asked["ranks"], program, *descriptors, asked["orderly"]))
             out.seek(0)
             err.seek(0)
             print(json.dumps({"codes": codes, "stdout": out.read(), "stderr": err.read()}))

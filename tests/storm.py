@@ -13,9 +13,11 @@ import random
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from faults import run  # noqa: E402
 from forked import join, start  # noqa: E402
 
 RANKS = 2
@@ -36,9 +38,9 @@ PLACES = [
 def launch(script: str, words: list[str], faults: list[dict]) -> list[int]:
     """Start the ranks. Killed ranks and their neighbors print nothing."""
     with open(os.devnull, "w") as nowhere:
-        return start(
-            RANKS, script, words, faults, False, nowhere, nowhere if faults else sys.stderr
-        )
+        err = nowhere if faults else sys.stderr
+        program = partial(run, script, faults, words)
+        return start(RANKS, program, nowhere.fileno(), err.fileno())
 
 
 def main() -> None:

@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -264,13 +265,29 @@ def test_a_page_is_short_and_has_code_and_experiments(script, page):
     assert len(experiments) >= 2 and all(experiments)
 
 
+@pytest.fixture(scope="module")
+def quick_programs(tmp_path_factory):
+    """Yield a folder with a `torchrun` and a `python` that fork, see tests/quick.py."""
+    folder = tmp_path_factory.mktemp("quick")
+    path, quick = folder / "socket", [sys.executable, str(ROOT / "tests/quick.py")]
+    for name in ("torchrun", "python"):
+        (folder / name).write_text(f'#!/bin/sh\nexec {shlex.join(quick)} ask {path} {name} "$@"\n')
+        (folder / name).chmod(0o755)
+    with subprocess.Popen([*quick, "serve", path]) as server:
+        while not path.exists():
+            assert server.poll() is None
+            time.sleep(0.1)
+        yield folder
+        server.kill()
+
+
 @pytest.mark.drill
 @pytest.mark.parametrize("page", chapters().values())
-def test_experiments_print_what_the_pages_show(page, monkeypatch):
+def test_experiments_print_what_the_pages_show(page, monkeypatch, quick_programs):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import tryit
 
-    for shown, printed in tryit.run_blocks(page):
+    for shown, printed in tryit.run_blocks(page, quick_programs):
         assert tryit.is_similar(shown, printed), f"shown:\n{shown}\nprinted:\n{printed}"
 
 
