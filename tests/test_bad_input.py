@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import re
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -287,11 +288,13 @@ def test_bad_input_is_one_line_and_exit_code_2(commands, name, monkeypatch, tmp_
 # --- Several ranks --------------------------------------------------------------------------------
 
 
-def test_under_torchrun_it_is_said_once(commands):
+def test_under_torchrun_it_is_said_once_and_ends_within_30_seconds(commands):
     """The weights are read by both ranks together."""
     script, flags = commands["missing weights"]
     flags = flags | {"global_batch_tokens": 1024}
+    began = time.monotonic()
     done = torchrun(2, f"{script}.py", *arguments(flags))
+    assert time.monotonic() - began < 30
     assert done.returncode == 1  # torchrun's own, for any rank that fails
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == 1, done.stderr
