@@ -44,7 +44,7 @@ def run_blocks(
         for _, commands, shown in BLOCK.findall(text):
             done = subprocess.run(
                 ["bash", "-c", commands], cwd=folder, env=environment, text=True,
-                capture_output=True, timeout=1800,
+                capture_output=True, timeout=900,
             )  # fmt: skip
             if not done.stdout:
                 raise RuntimeError(f"{commands}\nprints nothing: {done.stderr[-2000:]}")

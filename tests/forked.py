@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import datasets  # noqa: E402, F401
 import transformers  # noqa: E402
 
-HANGS = 1800  # seconds; what takes longer is killed
+HANGS = 900  # seconds; what takes longer is killed
 
 
 def start(
