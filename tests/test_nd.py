@@ -15,7 +15,7 @@ NAMES |= {"rep": "dp_replicate"}
 MODES = {
     "fp32": {},
     "untied": {"model": "untied", "grad_clip": 0.1},
-    "packed": {"batching": "packed", "micro_batch_tokens": 257, "global_batch_tokens": 16 * 257},
+    "packed": {"batching": "packed", "micro_batch_tokens": 257, "global_batch_tokens": 8 * 257},
     "full": {"activation_checkpointing": "full"},
     "selective": {"activation_checkpointing": "selective"},
     "bf16": {"precision": "bf16"},
@@ -44,7 +44,7 @@ def run_worker(corpus, shape_directory, tmp_path_factory):
         untied = directory / "untied"
         small_shape(tie_word_embeddings=False).save_pretrained(untied)
         base = {"model": shape_directory, "dataset": corpus, "run_dir": str(directory), **SMALL}
-        base |= {"micro_batch_tokens": 256, "max_length": 256}
+        base |= {"max_length": 256, "micro_batch_tokens": 256, "global_batch_tokens": 8 * 256}
         flags = {}
         for mesh, mode in [("fsdp2", "fp32"), *(("fsdp2", mode) for _, mode in cases), *cases]:
             own = base | MODES[mode] | (flags_of(mesh) if mesh != "fsdp2" else {})
@@ -71,14 +71,15 @@ def eight(run_worker) -> dict:
 
 def check(seen: dict, mesh: str, mode: str) -> None:
     got, reference = seen[f"{mesh} {mode}"], seen[f"fsdp2 {mode}"]
-    of_losses, of_norms = 2e-6, 5e-6
+    of_losses, of_norms, of_weights = 2e-6, 5e-6, 2e-5
     if mode == "bf16":  # four times what FSDP2 itself loses by bf16
         exact = seen["fsdp2 fp32"]
         of_losses = 4 * difference(losses(reference), losses(exact))
         of_norms = 4 * difference(reference["norms"], exact["norms"])
+        of_weights = 4 * difference(reference["final"], exact["final"])
     assert difference(losses(got), losses(reference)) < of_losses
     assert difference(got["norms"], reference["norms"]) < of_norms
-    assert difference(got["final"], reference["final"]) < max(1e-5, 10 * of_losses)
+    assert difference(got["final"], reference["final"]) < of_weights
     assert got["initial"] == reference["initial"]
     assert got["decay"] == reference["decay"]
     assert got["dtypes"] == ["torch.float32"] and got["gradients"] == "none"
