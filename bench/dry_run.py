@@ -678,7 +678,9 @@ def describe(report: Report, script: Any, config: Any, options: argparse.Namespa
         "| --- | --- |",
     ]
     for kind, size in sorted(report.peak.items(), key=lambda item: -item[1]):
-        label = kind if kind != "backward" else "backward: whole gradients, buffers, temporaries"
+        label = kind
+        if kind == "backward":
+            label = "backward: unsharded gradients, buffers, temporaries"
         label += " (in CPU memory)" if kind in report.elsewhere else ""
         lines.append(f"| {label} | {size / MIB:,.2f} MiB |")
     lines.append(f"| **peak** | **{report.on_device / MIB:,.2f} MiB** |\n")
