@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-# PyTorch reads it when it is imported. With two processes of tests on two cores, threads that wait
-# for each other by spinning made the tests of sampling 30 times slower.
+# PyTorch reads this once, at its import. With more threads than cores, threads that wait for each
+# other keep spinning, which made the tests of sampling 30 times slower.
 os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
