@@ -372,7 +372,8 @@ class RingAttention(torch.autograd.Function):
                 key,
                 value,
                 output[:, :, own],
-                log_sums[:, :, own],
+                # NOTE: the kernel for GPUs ignores their strides. It would read others, silently.
+                log_sums[:, :, own].contiguous(),
                 *sizes,
                 0.0,  # dropout
                 causal,

@@ -11,10 +11,12 @@ import pytest
 import torch
 from conftest import EXPERTS, HANGS, INSIDE, ROOT, SCRIPTS, small_shape
 from test_types import plain_model
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 import common
+import fsdp2_cp_pretrain
 import fsdp2_pretrain
 
 sys.path.insert(0, str(ROOT / "bench"))
@@ -147,6 +149,38 @@ def test_attention_uses_the_fast_kernels(seen, name):
         expected = set()
     assert kernels == expected
     assert set(events(seen[name], "boundaries")) <= {"boundaries on cuda:1"}
+
+
+def test_ring_attention_needs_no_strides_of_the_log_sums(monkeypatch):
+    """The flash backward of GPUs reads them as if they were contiguous. The CPU's uses strides."""
+    kernel = "_scaled_dot_product_flash_attention_for_cpu_backward"
+    backward = getattr(torch.ops.aten, kernel)
+
+    def as_on_gpus(gradient, query, key, value, output, log_sums, *rest, **more):
+        contiguous = torch.empty(log_sums.shape, device="meta").stride()
+        log_sums = log_sums.as_strided(log_sums.shape, contiguous)
+        return backward(gradient, query, key, value, output, log_sums, *rest, **more)
+
+    torch.manual_seed(0)
+    query = torch.randn(3, 4, 64, 16, requires_grad=True)
+    keys_values = torch.randn(2, 3, 2, 64, 16)
+    loss_weights = torch.randn(3, 4, 64, 16)
+
+    def of_rank_0(tensor):  # of 2
+        return torch.cat([tensor.chunk(4, dim=-2)[i] for i in (0, 3)], dim=-2)
+
+    full = sdpa(query, *keys_values, is_causal=True, enable_gqa=True)
+    [expected] = torch.autograd.grad((of_rank_0(full) * of_rank_0(loss_weights)).sum(), query)
+    others = torch.cat(keys_values.chunk(4, dim=-2)[1:3], dim=-2)
+    monkeypatch.setattr(torch.ops.aten, kernel, as_on_gpus)
+    monkeypatch.setattr(fsdp2_cp_pretrain, "travel", lambda own, _: [own, others])
+    monkeypatch.setattr(fsdp2_cp_pretrain, "pass_on", lambda gradients, _: gradients)
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    output = fsdp2_cp_pretrain.RingAttention.apply(
+        of_rank_0(query), of_rank_0(keys_values), None, group
+    )
+    [got] = torch.autograd.grad((output * of_rank_0(loss_weights)).sum(), query)
+    torch.testing.assert_close(got, expected)
 
 
 def test_a_start_with_too_few_or_old_gpus(seen):
