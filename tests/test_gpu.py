@@ -90,7 +90,6 @@ def test_everything_is_on_this_ranks_gpu_and_nothing_waits(seen, name):
     offload = name == "offload"
     assert run["device"] == "cuda:1" and run["parameters"] == ["cpu" if offload else "cuda:1"]
     assert run["start"]["process group cpu:gloo,cuda:nccl on cuda:1"] == 1
-    assert run["start"]["expandable_segments:True"] == 1
     # Every tensor of a micro-batch is copied from pinned memory, and nothing waits for the copy.
     assert not events(run, "blocking copy")
     micro_batches = run["micro_batches"]
@@ -188,6 +187,21 @@ def test_a_start_with_too_few_or_old_gpus(seen):
     for advice in ("--nproc-per-node=1", 'CUDA_VISIBLE_DEVICES=""'):
         assert advice in seen["starts"]["one GPU"]
     assert seen["starts"]["old GPU"] == "fp32"
+
+
+@pytest.mark.parametrize("own", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_launch_sets_up_the_allocator_unless_the_user_has(own):
+    """PyTorch must not have read the variable before, while it was imported."""
+    variables = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    if own:
+        variables[own] = "max_split_size_mb:512"
+    settings = "torch._C._accelerator_getAllocatorSettings()"
+    program = f"import torch, common; common.launch(lambda: print({settings}))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=variables, capture_output=True, text=True
+    )
+    expected = "max_split_size_mb:512\n" if own else "expandable_segments:True\n"
+    assert (done.stdout, done.stderr) == (expected, "")
 
 
 def test_threads_use_the_gpu_of_their_rank(seen):
