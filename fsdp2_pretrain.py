@@ -23,6 +23,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -247,7 +248,8 @@ def use_float8(model: nn.Module) -> None:
         divisible = all(size % 16 == 0 for size in module.weight.shape)  # the kernels require it
         return divisible and "router" not in name  # rounding could change which experts it picks
 
-    recipe = Float8LinearConfig.from_recipe_name("rowwise")
+    # The gradient of a weight is a sum over tokens. The kernels need a multiple of 16, so pad them.
+    recipe = replace(Float8LinearConfig.from_recipe_name("rowwise"), pad_inner_dim=True)
     convert_to_float8_training(model.get_decoder(), config=recipe, module_filter_fn=is_convertible)
 
 
