@@ -280,6 +280,31 @@ def test_the_benchmark_accepts_its_own_settings(monkeypatch, ranks):
             gpu.script_and_config(what, ranks)
 
 
+def test_the_benchmark_continues_after_a_setting_that_fails(monkeypatch, tmp_path):
+    written = tmp_path / "docs/gpu.json"
+    written.parent.mkdir()
+    known = []  # what the file has before each setting
+
+    def measure(what):
+        known.append(len(json.loads(written.read_text())["settings"]) if written.exists() else 0)
+        if what == "FSDP1":
+            raise NotImplementedError("no kernel\nand more")
+        return {"mfu": 0.5}
+
+    for module, name, value in [
+        (gpu, "measure", measure), (gpu, "CUDA", True), (gpu, "ROOT", tmp_path),
+        (gpu, "script_and_config", lambda *_: (SimpleNamespace(init_process_group=id), None)),
+        (gpu.shared, "read", id), (gpu.shared, "leave", list),
+        (gpu.dist, "get_world_size", lambda: 1), (gpu.dist, "get_rank", lambda: 0),
+    ]:  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    gpu.main()
+    settings = json.loads(written.read_text())["settings"]
+    assert settings.pop("FSDP1") == {"error": "NotImplementedError: no kernel"}
+    assert known == [*range(len(settings) + 1)] and {"mfu": 0.5} in settings.values()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_first_command_on_one_gpu(tmp_path):
