@@ -259,6 +259,7 @@ def forward_backward(
     # lose small ones, so reduce every micro-batch then, into fp32 shards.
     reduce_every = config.reduce_every_micro_batch or config.precision != "fp32"
     total_loss = torch.zeros((), device=device)
+    gradients: dict[nn.Parameter, torch.Tensor] = {}
     for i, micro_batch in enumerate(batch.micro_batches):
         last = i == len(batch.micro_batches) - 1
         # NOTE: off by one here, and ranks train on their local gradients without an error.
@@ -266,6 +267,14 @@ def forward_backward(
             loss = model(**common.to_device(micro_batch, device))  # all-gathers
             (loss * scale).backward()  # all-gathers, and reduce-scatters if gradients sync
         total_loss += loss.detach()
+        if config.compile and reduce_every:
+            # The compiler cannot trace bf16 parameters that have fp32 gradients, so take them away.
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    gradients[parameter] = gradients.get(parameter, 0) + parameter.grad
+                    parameter.grad = None
+    for parameter, gradient in gradients.items():
+        parameter.grad = gradient
     dist.all_reduce(total_loss)
     return total_loss
 

@@ -123,6 +123,8 @@ COMPILED_MODES = {
         "pad_to_multiple_of": 256,
         "activation_checkpointing": "full",
     },
+    # Two lengths, so the second micro-batch is traced when there are gradients of the first one.
+    "compile_accumulated_bf16": {"compile": True, "precision": "bf16", "pad_to_multiple_of": 256},
     "compile_bf16": {
         "compile": True,
         "precision": "bf16",
@@ -134,6 +136,7 @@ COMPILED_MODES = {
 # way, and the others in one.
 COMPILED = {"ddp": ["compile_bf16"], "tp": ["compile"], "fsdp2": list(COMPILED_MODES)}
 COMPILED |= {name: ["compile_packed"] for name in ("fsdp1", "cp", "pp")}
+COMPILED["fsdp1"].append("compile_accumulated_bf16")
 # Graphs are traced and split, but kernels are generated in these cases only.
 GENERATED = {("fsdp2", "compile_dynamic"), ("tp", "compile"), ("cp", "compile_packed")}
 
