@@ -87,6 +87,7 @@ def script_and_config(what: str, ranks: int) -> tuple[Any, Any]:
 def measure(what: str) -> dict[str, Any]:
     """Run some steps; returns tokens per second without padding, MFU, and peak memory in GiB."""
     ranks = dist.get_world_size()
+    left = torch.cuda.memory_allocated() if CUDA else 0  # by the model of FSDP1
     script, config = script_and_config(what, ranks)
     sequences = RandomSequences("ragged" in what, config.max_length)
     training = common.Batches(sequences, config, padding_id=0)
@@ -117,7 +118,7 @@ def measure(what: str) -> dict[str, Any]:
     seconds = time.perf_counter() - started
     peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if CUDA:
-        peak_memory = torch.cuda.max_memory_allocated()
+        peak_memory = torch.cuda.max_memory_allocated() - left
     return {
         "tokens_per_second": tokens / seconds,
         "mfu": peak_flops and flops / seconds / peak_flops,
