@@ -233,9 +233,19 @@ def launch(main: Callable) -> None:
 
     `os._exit`, because a regular shutdown with live communication threads can hang or abort.
     """
-    alone = {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "LOCAL_RANK": "0"}
-    alone |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    os.environ.update(alone | os.environ)  # without torchrun: one rank
+    os.environ |= {
+        # Without torchrun: one rank
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "0",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        # Sequences of many lengths fragment a GPU's memory; expandable segments avoid that. PyTorch
+        # reads this before its first allocation.
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",
+        **os.environ,
+    }
     sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that are not UTF-8
     rank = f"rank {os.environ['RANK']}"
     try:

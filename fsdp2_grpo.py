@@ -465,8 +465,6 @@ def init_process_group(config: Config) -> torch.device:
     if config.precision == "fp32":
         # Use TF32 matmuls: several times faster, with 10 instead of 23 bits of mantissa.
         torch.set_float32_matmul_precision("high")
-    # Sequences of many lengths fragment the allocator's memory; expandable segments avoid that.
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     # cuDNN attention builds a plan for each new shape, and while sampling each token has one.
     torch.backends.cuda.enable_cudnn_sdp(False)
     # gloo beside NCCL handles tensors in CPU memory: Python objects and offloaded gradients.

@@ -23,6 +23,7 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -158,8 +159,6 @@ def init_process_group(config: Config) -> torch.device:
     if config.precision == "fp32":
         # Use TF32 matmuls: several times faster, with 10 instead of 23 bits of mantissa.
         torch.set_float32_matmul_precision("high")
-    # Sequences of many lengths fragment the allocator's memory; expandable segments avoid that.
-    torch.cuda.memory._set_allocator_settings("expandable_segments:True")
     # cuDNN attention builds a plan for each new shape, which costs more than it saves unless
     # padding keeps the number of shapes small.
     torch.backends.cuda.enable_cudnn_sdp(config.pad_to_multiple_of > 1)
@@ -250,7 +249,8 @@ def use_float8(model: nn.Module) -> None:
         divisible = all(size % 16 == 0 for size in module.weight.shape)  # the kernels require it
         return divisible and "router" not in name  # rounding could change which experts it picks
 
-    recipe = Float8LinearConfig.from_recipe_name("rowwise")
+    # The gradient of a weight is a sum over tokens. The kernels need a multiple of 16, so pad them.
+    recipe = replace(Float8LinearConfig.from_recipe_name("rowwise"), pad_inner_dim=True)
     convert_to_float8_training(model.get_decoder(), config=recipe, module_filter_fn=is_convertible)
 
 

@@ -23,6 +23,7 @@ import numpy as np
 import shared
 import torch
 import torch.distributed as dist
+import transformers
 from shared import ROOT, Session
 
 import common
@@ -94,6 +95,7 @@ def measure(what: str) -> dict[str, Any]:
     data = SimpleNamespace(training=training, model_config=model_config)
     session = Session(script, config, data)
     peak_flops = PEAK and PEAK * ranks
+    flops_of = common.step_flops(session.full)  # looks through the model, which takes milliseconds
     shapes = {
         training.shape(indices): indices for indices in training.plan(0)[: 500 * config.compile]
     }
@@ -111,7 +113,7 @@ def measure(what: str) -> dict[str, Any]:
         session.train_step(batch, 1e-4)  # it returns numbers, so the GPU has finished the step
         if step >= WARM:
             tokens += batch.num_tokens
-            flops += common.step_flops(session.full)(batch)
+            flops += flops_of(batch)
     seconds = time.perf_counter() - started
     peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if CUDA:
@@ -129,22 +131,28 @@ def main() -> None:
     script, config = script_and_config("DDP", int(os.environ["WORLD_SIZE"]))
     script.init_process_group(config)
     table: dict[str, dict] = {}
+    result = {
+        "device": NAME,
+        "ranks": dist.get_world_size(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "settings": table,
+    }
     for what, (_, flags) in SETTINGS.items():
         if dist.get_world_size() % group_size(flags):
             continue
         try:
             table[what] = measure(what)
-        except torch.OutOfMemoryError as error:
-            table[what] = {"error": str(error).split(".")[0]}
+        except Exception as error:  # out of memory, or a kernel is missing: run the others
+            table[what] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
         gc.collect()  # the next one's peak must not count this model
         torch._dynamo.reset()
         if CUDA:
             torch.cuda.empty_cache()
         if dist.get_rank() == 0:
             print(what, table[what], flush=True)
-    if CUDA and dist.get_rank() == 0:
-        result = {"device": NAME, "torch": torch.__version__, "settings": table}
-        (ROOT / "docs/gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+        if CUDA and dist.get_rank() == 0:
+            (ROOT / "docs/gpu.json").write_text(json.dumps(result, indent=1) + "\n")
     shared.leave()
 
 

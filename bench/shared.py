@@ -15,6 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as common.launch
 STRATEGIES = ["ddp", "fsdp1", "fsdp2"]
 # A group of ranks shares each layer, each sequence, the blocks, or the experts.
 INSIDE = ["fsdp2_tp", "fsdp2_cp", "fsdp2_pp", "fsdp2_ep", "fsdp2_nd"]

@@ -168,7 +168,6 @@ def fake_cuda(gpus: int = RANKS, capability: tuple[int, int] = (9, 0)) -> None:
         replaced[name] = nothing
     for name, value in replaced.items():
         setattr(cuda, name, value)
-    cuda.memory._set_allocator_settings = lambda settings: SEEN.update([settings])
     torch.Stream = Stream
     accelerator: Any = torch.accelerator
     accelerator.is_available = lambda: True

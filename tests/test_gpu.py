@@ -11,10 +11,12 @@ import pytest
 import torch
 from conftest import EXPERTS, HANGS, INSIDE, ROOT, SCRIPTS, small_shape
 from test_types import plain_model
+from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 import common
+import fsdp2_cp_pretrain
 import fsdp2_pretrain
 
 sys.path.insert(0, str(ROOT / "bench"))
@@ -88,7 +90,6 @@ def test_everything_is_on_this_ranks_gpu_and_nothing_waits(seen, name):
     offload = name == "offload"
     assert run["device"] == "cuda:1" and run["parameters"] == ["cpu" if offload else "cuda:1"]
     assert run["start"]["process group cpu:gloo,cuda:nccl on cuda:1"] == 1
-    assert run["start"]["expandable_segments:True"] == 1
     # Every tensor of a micro-batch is copied from pinned memory, and nothing waits for the copy.
     assert not events(run, "blocking copy")
     micro_batches = run["micro_batches"]
@@ -149,11 +150,58 @@ def test_attention_uses_the_fast_kernels(seen, name):
     assert set(events(seen[name], "boundaries")) <= {"boundaries on cuda:1"}
 
 
+def test_ring_attention_needs_no_strides_of_the_log_sums(monkeypatch):
+    """The flash backward of GPUs reads them as if they were contiguous. The CPU's uses strides."""
+    kernel = "_scaled_dot_product_flash_attention_for_cpu_backward"
+    backward = getattr(torch.ops.aten, kernel)
+
+    def as_on_gpus(gradient, query, key, value, output, log_sums, *rest, **more):
+        contiguous = torch.empty(log_sums.shape, device="meta").stride()
+        log_sums = log_sums.as_strided(log_sums.shape, contiguous)
+        return backward(gradient, query, key, value, output, log_sums, *rest, **more)
+
+    torch.manual_seed(0)
+    query = torch.randn(3, 4, 64, 16, requires_grad=True)
+    keys_values = torch.randn(2, 3, 2, 64, 16)
+    loss_weights = torch.randn(3, 4, 64, 16)
+
+    def of_rank_0(tensor):  # of 2
+        return torch.cat([tensor.chunk(4, dim=-2)[i] for i in (0, 3)], dim=-2)
+
+    full = sdpa(query, *keys_values, is_causal=True, enable_gqa=True)
+    [expected] = torch.autograd.grad((of_rank_0(full) * of_rank_0(loss_weights)).sum(), query)
+    others = torch.cat(keys_values.chunk(4, dim=-2)[1:3], dim=-2)
+    monkeypatch.setattr(torch.ops.aten, kernel, as_on_gpus)
+    monkeypatch.setattr(fsdp2_cp_pretrain, "travel", lambda own, _: [own, others])
+    monkeypatch.setattr(fsdp2_cp_pretrain, "pass_on", lambda gradients, _: gradients)
+    group = SimpleNamespace(size=lambda: 2, rank=lambda: 0)
+    output = fsdp2_cp_pretrain.RingAttention.apply(
+        of_rank_0(query), of_rank_0(keys_values), None, group
+    )
+    [got] = torch.autograd.grad((output * of_rank_0(loss_weights)).sum(), query)
+    torch.testing.assert_close(got, expected)
+
+
 def test_a_start_with_too_few_or_old_gpus(seen):
     assert seen["starts"]["one GPU"].startswith("4 ranks cannot share 1 GPUs")
     for advice in ("--nproc-per-node=1", 'CUDA_VISIBLE_DEVICES=""'):
         assert advice in seen["starts"]["one GPU"]
     assert seen["starts"]["old GPU"] == "fp32"
+
+
+@pytest.mark.parametrize("own", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_a_launch_sets_up_the_allocator_unless_the_user_has(own):
+    """PyTorch must not have read the variable before, while it was imported."""
+    variables = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name}
+    if own:
+        variables[own] = "max_split_size_mb:512"
+    settings = "torch._C._accelerator_getAllocatorSettings()"
+    program = f"import torch, common; common.launch(lambda: print({settings}))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=variables, capture_output=True, text=True
+    )
+    expected = "max_split_size_mb:512\n" if own else "expandable_segments:True\n"
+    assert (done.stdout, done.stderr) == (expected, "")
 
 
 def test_threads_use_the_gpu_of_their_rank(seen):
@@ -230,6 +278,31 @@ def test_the_benchmark_accepts_its_own_settings(monkeypatch, ranks):
     for what, (_, flags) in gpu.SETTINGS.items():
         if ranks % gpu.group_size(flags) == 0:
             gpu.script_and_config(what, ranks)
+
+
+def test_the_benchmark_continues_after_a_setting_that_fails(monkeypatch, tmp_path):
+    written = tmp_path / "docs/gpu.json"
+    written.parent.mkdir()
+    known = []  # what the file has before each setting
+
+    def measure(what):
+        known.append(len(json.loads(written.read_text())["settings"]) if written.exists() else 0)
+        if what == "FSDP1":
+            raise NotImplementedError("no kernel\nand more")
+        return {"mfu": 0.5}
+
+    for module, name, value in [
+        (gpu, "measure", measure), (gpu, "CUDA", True), (gpu, "ROOT", tmp_path),
+        (gpu, "script_and_config", lambda *_: (SimpleNamespace(init_process_group=id), None)),
+        (gpu.shared, "read", id), (gpu.shared, "leave", list),
+        (gpu.dist, "get_world_size", lambda: 1), (gpu.dist, "get_rank", lambda: 0),
+    ]:  # fmt: skip
+        monkeypatch.setattr(module, name, value)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    gpu.main()
+    settings = json.loads(written.read_text())["settings"]
+    assert settings.pop("FSDP1") == {"error": "NotImplementedError: no kernel"}
+    assert known == [*range(len(settings) + 1)] and {"mfu": 0.5} in settings.values()
 
 
 @pytest.mark.gpu

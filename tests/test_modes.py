@@ -264,6 +264,30 @@ for name, module in model.named_modules():
     assert kinds["q_proj"] == "Float8Linear" and kinds["router"] == "PhimoeTopKRouter"
 
 
+@pytest.mark.drill
+def test_float8_pads_any_number_of_tokens():
+    """The kernels of GPUs refuse sizes that 16 does not divide, and the CPU's do not."""
+    program = """
+import types, torch, fsdp2_pretrain as script
+layers = torch.nn.Sequential(torch.nn.Linear(32, 48, bias=False, dtype=torch.bfloat16))
+script.use_float8(types.SimpleNamespace(get_decoder=lambda: layers))
+on_cpu = torch._scaled_mm
+def as_on_gpus(left, right, *rest, **more):
+    assert not any(size % 16 for size in right.shape), right.shape
+    print(left.shape[1])
+    return on_cpu(left, right, *rest, **more)
+torch._scaled_mm = as_on_gpus
+tokens = torch.randn(37, 32, dtype=torch.bfloat16, requires_grad=True)
+layers(tokens).sum().backward()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": float8_package()}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["32", "48", "48"]  # the last one are the tokens
+
+
 # --- MoE models -----------------------------------------------------------------------------------
 
 MOE_CASES = [f"ep {mode}" for mode in [*modes("ep", "experts"), "init_from"]]
