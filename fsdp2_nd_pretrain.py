@@ -315,7 +315,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     if config.compile:
         compile_blocks(transformer_blocks(model), config)
         # NOTE: what torch 2.13 reads from this cache gives DTensors wrong gradients, without an
-        # error. Only a second run shows it, because the first one fills the cache.
+        # error. Only a second run shows it, because the first one fills the cache. With 2.15 a
+        # second run was right, but only because it found no graph of the first one in the cache.
         torch._functorch.config.enable_autograd_cache = config.tensor_parallel == 1
 
     mesh, sharding = build_mesh(config, device)
