@@ -315,14 +315,16 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     if config.compile:
         compile_blocks(transformer_blocks(model), config)
         # NOTE: what torch 2.13 reads from this cache gives DTensors wrong gradients, without an
-        # error. Only a second run shows it, because the first one fills the cache.
+        # error. Only a second run shows it, because the first one fills the cache. With 2.15 a
+        # second run was right, but only because it found no graph of the first one in the cache.
         torch._functorch.config.enable_autograd_cache = config.tensor_parallel == 1
 
     mesh, sharding = build_mesh(config, device)
     options: dict[str, Any] = {"mesh": sharding, "reshard_after_forward": False}
     if config.precision == "bf16":
         # Parameters are cast to bf16 as they are all-gathered, so blocks compute in bf16. The
-        # shards and the optimizer state stay fp32.
+        # shards and the optimizer state stay fp32. Reduce gradients in fp32 too. The default is
+        # bf16 in torch 2.13, and the type of the shards from 2.15 on.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )

@@ -223,7 +223,8 @@ SCHEDULES = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
-FORWARD = {"F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"}  # actions of a schedule
+# Actions of a schedule. torch 2.15 waits for each send in an action of its own.
+FORWARD = {"F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
 
 
 def stages_per_rank(config: Config) -> int:
@@ -261,7 +262,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         options["mesh"] = mesh["replicate", "shard"]
     if config.precision == "bf16":
         # Parameters are cast to bf16 as they are all-gathered, so blocks compute in bf16. The
-        # shards and the optimizer state stay fp32.
+        # shards and the optimizer state stay fp32. Reduce gradients in fp32 too. The default is
+        # bf16 in torch 2.13, and the type of the shards from 2.15 on.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )
@@ -546,7 +548,7 @@ def validation_loss(
     name = "interleaved" if len(model.stages) > 1 else "gpipe"
     schedule = build_schedule(model.stages, name, 1, add_loss)
     if name == "interleaved":
-        # NOTE: torch 2.13 would run the backward between two stages of a rank here too.
+        # NOTE: torch (2.13 to 2.15) would run the backward between two stages of a rank here too.
         for actions in schedule.pipeline_order_with_comms.values():
             actions[:] = [action for action in actions if action.computation_type in FORWARD]
     for micro_batch in micro_batches:  # forward all-gathers, so each rank needs equally many

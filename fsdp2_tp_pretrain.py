@@ -139,7 +139,8 @@ class Config(common.RunFlags):
                 f"--tensor_parallel {self.tensor_parallel} must divide {world_size} ranks"
             )
         # Compiled with torch 2.13, DTensors that are sharded unevenly have wrong gradients, without
-        # an error. Compiled blocks with full activation checkpointing fail.
+        # an error. torch 2.15 fails to compile them. Compiled blocks with full activation
+        # checkpointing fail.
         length = self.pad_to_multiple_of
         if self.batching == "packed":
             length = self.micro_batch_tokens
@@ -267,7 +268,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     if config.compile:
         compile_blocks(blocks, config)
         # NOTE: what torch 2.13 reads from this cache gives DTensors wrong gradients, without an
-        # error. Only a second run shows it, because the first one fills the cache.
+        # error. Only a second run shows it, because the first one fills the cache. With 2.15 a
+        # second run was right, but only because it found no graph of the first one in the cache.
         torch._functorch.config.enable_autograd_cache = False
     # torch 2.13 cannot compile the loss of DTensors that have several lengths.
     model.forward = partial(forward_with_loss, model, vocabulary_parallel_loss)
@@ -285,7 +287,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     options: dict[str, Any] = {"mesh": mesh["shard"]}
     if config.precision != "fp32":
         # Parameters are cast to bf16 as they are all-gathered, so blocks compute in bf16. The
-        # shards and the optimizer state stay fp32.
+        # shards and the optimizer state stay fp32. Reduce gradients in fp32 too. The default is
+        # bf16 in torch 2.13, and the type of the shards from 2.15 on.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )

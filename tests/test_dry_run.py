@@ -185,24 +185,36 @@ CASES = [
 def test_prediction_equals_real_ranks(real, two_blocks, case):
     ranks, name, mode = case.split()
     flags = cases(int(ranks), two_blocks)[case][1]
-    check_prediction(predict(name, flags, int(ranks)), real(case))
+    stages = flags.get("pipeline_parallel", 2)
+    check_prediction(predict(name, flags, int(ranks)), real(case), stages)
     if "pp" in case:  # the last stage has the head
         last = predict(name, flags, int(ranks), rank=int(ranks) - 1)
-        check_prediction(last, real(f"{case} last"))
+        check_prediction(last, real(f"{case} last"), stages)
 
 
-def check_prediction(report: dry_run.Report, seen: dict) -> None:
+def check_prediction(report: dry_run.Report, seen: dict, stages: int) -> None:
     calls = [[call.kind, call.group, call.ranks, call.bytes] for call in report.calls]
-    assert sorted(calls) == sorted(seen["calls"])
-    assert 2 * len(calls) == seen["gloo"]  # in two steps, as PyTorch's profiler counts them
+    groups = {call.group for call in report.calls}
+    newer_pipeline = "pipeline" in groups and torch.__version__ >= "2.15"
+    issued = seen["calls"]
+    assert 2 * len(issued) == seen["gloo"]  # in two steps, as PyTorch's profiler counts them
+    freed = 0
+    if newer_pipeline:
+        # Real stages connect to each other and agree on a mode, 4 bytes each. Fake ones do not.
+        issued = [call for call in issued if (call[1], call[3]) != ("pipeline", 4)]
+        # They also free the hidden states that they have sent, of up to as many micro-batches as
+        # there are stages.
+        freed = stages * max(call.bytes for call in report.calls if call.group == "pipeline")
+    assert sorted(calls) == sorted(issued)
     assert [report.parameters, report.gradients, report.optimizer] == seen["kept"]
     # A real collective that autograd knows holds what it sends until it is waited for. A fake one
     # ends at once, which is 3 % of a small MoE model that is recomputed, and 6 % of the hidden
     # states that a TP group of a pipeline holds.
     tolerance = 0.05 if report.experts else 0.02
-    if {"tensor", "pipeline"} <= {call.group for call in report.calls}:
+    if {"tensor", "pipeline"} <= groups:
         tolerance = 0.08
-    assert abs(sum(report.peak.values()) / seen["peak"] - 1) < tolerance
+    more = sum(report.peak.values()) - seen["peak"]
+    assert -tolerance * seen["peak"] < more < tolerance * seen["peak"] + freed
 
 
 FORMS = [
