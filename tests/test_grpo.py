@@ -1,7 +1,9 @@
 """GRPO: the loss against the papers, sampling against the model, and the whole script."""
 
+import bisect
 import collections
 import copy
+import itertools
 import json
 import math
 import os
@@ -447,10 +449,9 @@ def one_alone(model, prompt: np.ndarray, draws: np.ndarray, end: int) -> tuple[l
     for draw in draws.tolist():
         logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
         probabilities = logits.double().softmax(-1).tolist()
-        reached, token = probabilities[0], 0
-        while reached <= draw * sum(probabilities):
-            token += 1
-            reached += probabilities[token]
+        # Not `sum`, which rounds once from Python 3.12 on, and so can exceed the last of these.
+        reached = list(itertools.accumulate(probabilities))
+        token = bisect.bisect_right(reached, draw * reached[-1])
         ids.append(token)
         log_probs.append(math.log(probabilities[token]))
         if token == end:
