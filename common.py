@@ -1457,7 +1457,7 @@ class Run:
         self.first_step = step
         self.started = self.printed = time.perf_counter()
         for group in dist.distributed_c10d._world.pg_map:  # those of a mesh have torch's default
-            dist.distributed_c10d._set_pg_timeout(self.timeout, group)
+            group.set_timeout(self.timeout)
         stops = [signal.SIGTERM, signal.SIGINT]
         for number in stops:
             signal.signal(number, self.request_stop)

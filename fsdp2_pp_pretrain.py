@@ -225,7 +225,8 @@ SCHEDULES = {
     "interleaved": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
-FORWARD = {"F", "SEND_F", "RECV_F", "UNSHARD", "RESHARD"}  # actions of a schedule
+# Actions of a schedule. torch 2.15 waits for each send in an action of its own.
+FORWARD = {"F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
 
 
 def stages_per_rank(config: Config) -> int:
@@ -548,7 +549,7 @@ def validation_loss(
     name = "interleaved" if len(model.stages) > 1 else "gpipe"
     schedule = build_schedule(model.stages, name, 1, add_loss)
     if name == "interleaved":
-        # NOTE: torch 2.13 would run the backward between two stages of a rank here too.
+        # NOTE: torch (2.13 to 2.15) would run the backward between two stages of a rank here too.
         for actions in schedule.pipeline_order_with_comms.values():
             actions[:] = [action for action in actions if action.computation_type in FORWARD]
     for micro_batch in micro_batches:  # forward all-gathers, so each rank needs equally many

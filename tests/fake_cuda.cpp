@@ -1,9 +1,10 @@
-// A CUDA that does nothing, for a torch that was built without CUDA. With it, fake tensors may be on
-// "cuda", and autograd runs their backward. tests/fake_cuda.py compiles and loads it.
+// A CUDA that does nothing, for any build of torch. With it, fake tensors may be on "cuda", and
+// autograd runs their backward. tests/fake_cuda.py compiles and loads it.
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 using c10::Device;
 using c10::DeviceIndex;
@@ -65,6 +66,21 @@ struct CUDAHooks : public CUDAHooksInterface {
   Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
 };
 
-REGISTER_CUDA_HOOKS(CUDAHooks);
+// A CUDA build of torch has registered its own hooks already. At the same priority, the registry
+// would exit; at a higher one, it replaces them.
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks);
 
 }  // namespace at
+
+namespace c10d {
+
+// In a CUDA build, DDP's own timer would record CUDA events.
+struct NoTimer final : public Timer {
+  explicit NoTimer(c10::Device) {}
+  std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }
+};
+
+C10_REGISTER_TYPED_CLASS_WITH_PRIORITY(
+    TimerRegistry, c10::DeviceType::CUDA, c10::REGISTRY_PREFERRED, NoTimer);
+
+}  // namespace c10d

@@ -46,8 +46,10 @@ def load_guard() -> None:
         command = ["g++", "-O0", "-shared", "-fPIC", "-std=c++20", f"-I{torch_directory}/include"]
         command += [str(ROOT / "tests/fake_cuda.cpp"), "-o", str(guard), f"-L{libraries}"]
         subprocess.run([*command, "-lc10", "-ltorch_cpu"], check=True)
-        for name in ("libgomp.so.1", "libc10.so", "libtorch_cpu.so"):
-            ctypes.CDLL(str(libraries / name), ctypes.RTLD_GLOBAL)
+        # A CUDA build registers a device guard of its own. The last one to register is used.
+        for name in ("libgomp.so.1", "libc10.so", "libtorch_cpu.so", "libtorch_cuda.so"):
+            if (libraries / name).exists():
+                ctypes.CDLL(str(libraries / name), ctypes.RTLD_GLOBAL)
         ctypes.CDLL(str(guard))
 
 
@@ -75,10 +77,11 @@ SEEN: Counter = Counter()
 class Stream:
     """A stream or an event, with the device that was current when it was created."""
 
-    device_type = "cuda"
+    device_type, stream_id = 1, 0  # torch 2.15 makes a stream of these two and the index
 
     def __init__(self, *_: Any, **__: Any):
-        self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device_index = torch.cuda.current_device()
+        self.device = torch.device("cuda", self.device_index)
 
     def __enter__(self) -> "Stream":
         return self
@@ -233,11 +236,15 @@ def fake_attention() -> None:
             bias = query.new_zeros(()).expand(*query.shape[:3], key.shape[2])
             efficient = aten._scaled_dot_product_efficient_attention
             return efficient(*arguments, bias, False, dropout_p, is_causal, scale=scale)[0]
-        if not query.is_cuda or (query.dtype == torch.float32 and grouped):
-            if query.is_cuda:  # torch 2.13 has no memory-efficient kernel for grouped heads
-                SEEN["attention math"] += 1
-            options = {"scale": scale, "enable_gqa": enable_gqa}
+        options = {"scale": scale, "enable_gqa": enable_gqa}
+        if not query.is_cuda:
             return on_cpu(*arguments, attn_mask, dropout_p, is_causal, **options)
+        if query.dtype == torch.float32 and grouped:
+            # torch 2.13 has no memory-efficient kernel for grouped heads. sdpa itself would ask for
+            # the version of cuDNN in a CUDA build, to choose a kernel.
+            SEEN["attention math"] += 1
+            math = aten._scaled_dot_product_attention_math
+            return math(*arguments, attn_mask, dropout_p, is_causal, **options)[0]
         if query.dtype == torch.float32:
             SEEN["attention efficient"] += 1
             efficient = aten._scaled_dot_product_efficient_attention
