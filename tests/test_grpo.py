@@ -275,7 +275,7 @@ def test_the_loss_is_that_of_trl(kind, weight):
 
     TRL is not in the requirements. To run this in another environment:
 
-        python -m venv apart && apart/bin/pip install -r requirements.txt
+        python -m venv apart && apart/bin/pip install -r requirements-dev.txt
         apart/bin/pip install --no-deps trl==1.16.0 accelerate==1.15.0
         apart/bin/python -m pytest tests/test_grpo.py -k trl
     """
