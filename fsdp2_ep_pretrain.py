@@ -66,6 +66,8 @@ NEXT_COMMAND = "torchrun --standalone --nproc-per-node=4 fsdp2_nd_pretrain.py --
 SHAPES = {
     "tiny-moe": {
         "model_type": "minimax_m2",
+        "bos_token_id": None,  # its own ones are not in small vocabularies
+        "eos_token_id": None,
         "hidden_size": 192,
         "intermediate_size": 320,  # of an expert
         "num_local_experts": 8,
@@ -241,7 +243,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     precision = MixedPrecisionPolicy()
     if config.precision == "bf16":
         # Parameters are cast to bf16 as they are all-gathered, so blocks compute in bf16. The
-        # shards and the optimizer state stay fp32.
+        # shards and the optimizer state stay fp32. Reduce gradients in fp32 too. The default is
+        # bf16 in torch 2.13, and the type of the shards from 2.15 on.
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     initialize(model, modules_outside_blocks(model), config.seed, device)

@@ -205,7 +205,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     options: dict[str, Any] = {"mesh": mesh}
     if config.precision != "fp32":
         # Parameters are cast to bf16 as they are all-gathered, so blocks compute in bf16. The
-        # shards and the optimizer state stay fp32.
+        # shards and the optimizer state stay fp32. Reduce gradients in fp32 too. The default is
+        # bf16 in torch 2.13, and the type of the shards from 2.15 on.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32
         )

@@ -225,12 +225,12 @@ class Forked:
 
 def launch(
     ranks: int, script: str, flags: dict, faults: list | None = None, orderly: bool = False
-) -> subprocess.CompletedProcess:
+) -> Any:
     """Launch a script as torchrun does, but without its seven seconds, and with planted faults.
 
     Args:
         ranks: 0 for `python script` without torchrun. Its exit code is returned as it is; otherwise
-            the code is 1 if any rank failed.
+            the code is 1 if any rank failed. `codes` has the code of each rank.
         faults: see faults.py.
         orderly: let Python shut down at the end of each rank, which takes a second.
     """
@@ -245,7 +245,9 @@ def launch(
     print(json.dumps(asked), file=Forked.process.stdin)
     done = json.loads(Forked.process.stdout.readline())
     code = int(any(done["codes"])) if ranks else done["codes"][0]
-    return subprocess.CompletedProcess(script, code, done["stdout"], done["stderr"])
+    result: Any = subprocess.CompletedProcess(script, code, done["stdout"], done["stderr"])
+    result.codes = done["codes"]
+    return result
 
 
 @pytest.fixture(scope="session")

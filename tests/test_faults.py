@@ -166,10 +166,10 @@ def wait_for_steps(run_dir: Path, number: int) -> None:
     wait_until(lambda: file.exists() and len(file.read_text().splitlines()) >= number)
 
 
-def wait_until(condition: Callable, seconds: float = HANGS) -> None:
-    deadline = time.monotonic() + seconds
+def wait_until(condition: Callable) -> None:
+    deadline = time.monotonic() + HANGS
     while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds} seconds"
+        assert time.monotonic() < deadline, f"not within {HANGS} seconds"
         time.sleep(0.1)
 
 
@@ -178,21 +178,21 @@ def wait_until(condition: Callable, seconds: float = HANGS) -> None:
 
 @pytest.fixture(scope="module")
 def frozen(flags, tmp_path_factory):
-    """Futures: seconds from the last step to the end of a run whose rank 0 freezes.
+    """Futures: what a run prints whose rank 0 freezes.
 
     torchrun waits for the frozen rank for half a minute, in which other tests run. In the second
     run rank 0 hosts the store, as docs/runs.md has it for several nodes.
     """
     fault = {"call": "Run.log_step", "number": 3, "rank": 0, "do": "freeze"}
 
-    def seconds(share: str) -> float:
+    def said(share: str) -> str:
         own = flags | {"run_dir": tmp_path_factory.mktemp("frozen"), "timeout_minutes": 0.2}
         done = faulty_under_torchrun([fault], own, TORCH_DISABLE_SHARE_RDZV_TCP_STORE=share)
         assert done.returncode == 1
-        return time.time() - (own["run_dir"] / "metrics.jsonl").stat().st_mtime
+        return done.stderr
 
     with ThreadPoolExecutor() as both:
-        yield [both.submit(seconds, share) for share in "01"]
+        yield [both.submit(said, share) for share in "01"]
 
 
 @pytest.mark.drill
@@ -218,9 +218,9 @@ def test_restarts_by_torchrun_resume_from_the_newest_checkpoint(flags, whole, tm
 def test_only_the_rank_that_failed_prints_its_traceback(flags, tmp_path, ranks, script):
     """PyTorch's pipelines hide the cause. There another rank loses its connection in forward."""
     fault = {"call": "to_device", "number": 9, "rank": ranks - 1, "do": "raise"}
-    started = time.monotonic()
-    done = faulty(ranks, [fault], flags | {"run_dir": tmp_path}, script)
-    assert done.returncode == 1 and time.monotonic() - started < 60
+    flags = flags | {"run_dir": tmp_path, "timeout_minutes": HANGS}
+    done = faulty(ranks, [fault], flags, script)
+    assert done.codes[-1] == 1  # the rank that failed waited for nobody
     assert done.stderr.count("Traceback") == 1
     assert "ValueError: a fault on purpose" in done.stderr
 
@@ -243,10 +243,9 @@ def test_only_a_collective_can_lose_a_rank():
 def test_a_stalled_rank_ends_the_run_in_time(flags, tmp_path, script, late, own):
     """It stalls in the middle of step 3, between its two micro-batches."""
     fault = {"call": "to_device", "number": 6, "rank": late, "do": "sleep"}
-    began = time.monotonic()
     flags = flags | {"run_dir": tmp_path, "timeout_minutes": 0.1} | own
     done = faulty(2, [fault], flags, script)
-    assert done.returncode == 1 and time.monotonic() - began < 66
+    assert done.codes[1 - late] == 1
     [line] = done.stderr.splitlines()
     assert "lost another rank, or waited for it longer than --timeout_minutes" in line
     assert re.search("[Tt]imed out waiting (6|12)000ms", line)
@@ -255,7 +254,11 @@ def test_a_stalled_rank_ends_the_run_in_time(flags, tmp_path, script, late, own)
 
 @pytest.mark.drill
 def test_a_frozen_rank_0_ends_the_run_in_time(frozen):
-    assert all(run.result() < 90 for run in frozen)
+    """The other rank says that it has waited for 12 seconds, and torchrun kills the frozen one."""
+    for run in frozen:
+        [line] = [line for line in run.result().splitlines() if line.startswith("rank ")]
+        assert line.startswith("rank 1 lost another rank")
+        assert re.search("[Tt]imed out waiting (12|24)000ms", line)
 
 
 def ranks_of(launcher: subprocess.Popen) -> list[int]:
@@ -265,10 +268,10 @@ def ranks_of(launcher: subprocess.Popen) -> list[int]:
 
 @pytest.mark.drill
 @pytest.mark.parametrize("moment", ["importing", "training"])
-def test_ranks_of_a_killed_launcher_end_within_a_minute(flags, tmp_path, moment):
+def test_ranks_of_a_killed_launcher_end(flags, tmp_path, moment):
     """Ranks that are training save first."""
     run_dir = tmp_path / "run"
-    words = arguments(flags | {"run_dir": run_dir, "steps": 100_000, "checkpoint_every": 10**6})
+    words = arguments(flags | {"run_dir": run_dir, "steps": 10**7, "checkpoint_every": 10**7})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     with open(tmp_path / "out.txt", "w") as out:
         launcher = subprocess.Popen(
@@ -280,7 +283,7 @@ def test_ranks_of_a_killed_launcher_end_within_a_minute(flags, tmp_path, moment)
             wait_for_steps(run_dir, 3)
         launcher.kill()
         launcher.wait()
-    wait_until(lambda: not any(Path(f"/proc/{rank}/exe").exists() for rank in ranks), 60)
+    wait_until(lambda: not any(Path(f"/proc/{rank}/exe").exists() for rank in ranks))
     said = (tmp_path / "out.txt").read_text()
     if moment == "training":
         step = metrics(run_dir)[0][-1]["step"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import filelock
 import pytest
-from conftest import ROOT, SMALL, arguments, launch, load_documents, metrics, tree
+from conftest import HANGS, ROOT, SMALL, arguments, launch, load_documents, metrics, tree
 
 import common
 
@@ -157,7 +157,7 @@ def two_ranks(flags: dict, folders: list[Path], changes: list[dict]) -> list[tup
             words, cwd=folder, env=os.environ | variables, stderr=subprocess.PIPE, text=True
         )
         ranks.append(started)
-    return [(rank.wait(60), rank.stderr.read()) for rank in ranks]
+    return [(rank.wait(HANGS), rank.stderr.read()) for rank in ranks]
 
 
 @pytest.mark.parametrize(
@@ -181,6 +181,7 @@ def test_ranks_with_different_inputs_are_refused(flags, texts, tmp_path, what, e
         removed = number if what == "data" else 0
         (folder / "documents.jsonl").write_text("".join(lines[removed:]))
     flags = flags | {"global_batch_tokens": 1024, "dataset": "documents.jsonl", "run_dir": "run"}
+    flags["timeout_minutes"] = HANGS  # a rank that waits for the other one would not end in time
     if what == "checkpoints":
         (folders[0] / "run/checkpoints/step_00000002").mkdir(parents=True)
     for code, said in two_ranks(flags, folders, [{}, {"seed": 7} if what == "flags" else {}]):
