@@ -536,6 +536,8 @@ def load_documents(
             tokenizer.chat_template,
             tokenizer.backend_tokenizer.to_str(),
         )
+        # datasets forks these. Python 3.12 and later warn that this process has threads, but hide
+        # it because a library forks. They are tqdm's and Arrow's; tokenizing does not use them.
         processes = min(available_cpus(), len(corpus) // 1000)
         with prepare_in_turn(key):
             documents = corpus.map(
