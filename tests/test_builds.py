@@ -68,16 +68,11 @@ def built(tmp_path_factory) -> Path:
     folder = Path(os.environ.get("FULL_ENVIRONMENT", made / "environment")).absolute()
     if not (folder / "bin/python").exists():
         subprocess.run([python, "-m", "venv", folder], check=True)
-        # A machine's own configuration may cap versions and prefer a local build.
-        names = ("no_constraints.txt", "pip.conf", "requirements.txt")
-        nothing, configuration, wanted = (made / name for name in names)
+        nothing, wanted = made / "no_constraints.txt", made / "requirements.txt"
         nothing.touch()
-        configuration.write_text(f"[global]\nconstraint = {nothing}\n")
         wanted.write_text("\n".join(requirements()))
-        variables = {name: os.environ[name] for name in os.environ if not name.startswith("PIP_")}
-        variables["PIP_CONFIG_FILE"] = str(configuration)
-        if "PIP_CERT" in os.environ:
-            variables["PIP_CERT"] = os.environ["PIP_CERT"]
+        # A machine's own constraints may cap torch. pip reads these in their place.
+        variables = os.environ | {"PIP_CONSTRAINT": str(nothing)}
         command = [folder / "bin/pip", "install", "--quiet", "-r", wanted]
         installed = subprocess.run(command, env=variables, capture_output=True, text=True)
         assert installed.returncode == 0, f"delete {folder}\n{installed.stderr}"
@@ -85,7 +80,8 @@ def built(tmp_path_factory) -> Path:
     seen = output([folder / "bin/python", "-c", code])
     version = requirements()[0].rpartition("=")[2]
     assert seen.startswith(f"{version}+cu"), f"FULL_ENVIRONMENT has torch {seen}"
-    assert python_version(folder / "bin/python") == python_version(python)
+    own = python_version(folder / "bin/python")
+    assert own == python_version(python), f"FULL_ENVIRONMENT has Python {own}"
     if LOWEST:
         frozen = output([folder / "bin/pip", "list", "--format=freeze"])
         for name, lowest in (line.split("==") for line in requirements()):
@@ -93,12 +89,12 @@ def built(tmp_path_factory) -> Path:
     return folder / "bin"
 
 
-def output(command: list, **variables: str) -> str:
-    """Run a command in an environment. It must succeed without a word on standard error."""
+def output(command: list) -> str:
+    """Run a program of an environment. It must succeed without a word on standard error."""
     environment = {name: os.environ[name] for name in os.environ if not name.startswith("PYTEST")}
     environment["PATH"] = f"{Path(command[0]).parent}:{environment['PATH']}"
     done = subprocess.run(
-        command, cwd=ROOT, env=environment | variables, capture_output=True, text=True,
+        command, cwd=ROOT, env=environment, capture_output=True, text=True,
         timeout=4 * HANGS,
     )  # fmt: skip
     errors = re.sub(r"(?m)^[WI]\d{4} .*torch/distributed/run\.py.*\n", "", done.stderr)
