@@ -425,15 +425,18 @@ def open_dataset(name: str, configuration: str | None, split: str) -> datasets.D
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our error line says what matters
     if os.environ.get("LOCAL_RANK", "0") != "0" or not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    if name in EMBEDDED:
-        arguments = {"files": standard_library_files(), "version": source_of(EMBEDDED[name])}
-        return datasets.Dataset.from_generator(EMBEDDED[name], gen_kwargs=arguments)
+    if embedded := EMBEDDED.get(name):
+        arguments = {"files": standard_library_files(), "version": source_of(embedded)}
+        return datasets.Dataset.from_generator(embedded, gen_kwargs=arguments)
     known_suffixes = [suffix for suffix in Path(name).suffixes if suffix in READERS]
     if not known_suffixes:
         return datasets.load_dataset(name, configuration, split=split)
-    reader = READERS[known_suffixes[-1]]  # the last one counts: a.txt.jsonl.gz is JSON
-    files = glob.escape(name) if Path(name).is_file() else name  # a file name may contain [1]
-    return datasets.load_dataset(reader, data_files=files, split=split)
+    return datasets.load_dataset(
+        READERS[known_suffixes[-1]],  # the last one counts: a.txt.jsonl.gz is JSON
+        data_files=glob.escape(name) if Path(name).is_file() else name,  # it may contain [1]
+        split=split,
+        download_config=datasets.DownloadConfig(),  # downloads a file again that has changed
+    )
 
 
 # --- Documents: tokens on disk --------------------------------------------------------------------
@@ -543,6 +546,8 @@ def load_documents(
             tokenizer.chat_template,
             tokenizer.backend_tokenizer.to_str(),
         )
+        # datasets forks these. Python 3.12 and later warn that this process has threads, but hide
+        # it because a library forks. They are tqdm's and Arrow's; tokenizing does not use them.
         processes = min(available_cpus(), len(corpus) // 1000)
         with prepare_in_turn(key):
             documents = corpus.map(

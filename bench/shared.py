@@ -53,8 +53,10 @@ def torchrun(ranks: int, *words: Any, python: str = sys.executable) -> list[str]
 
 def plotting() -> Any:
     """Return matplotlib's pyplot, set up to write files only."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError:
+        sys.exit("error: pictures need matplotlib: pip install -r requirements-dev.txt")
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -1,7 +1,9 @@
 """GRPO: the loss against the papers, sampling against the model, and the whole script."""
 
+import bisect
 import collections
 import copy
+import itertools
 import json
 import math
 import os
@@ -272,7 +274,7 @@ def test_the_loss_is_that_of_trl(kind, weight):
 
     TRL is not in the requirements. To run this in another environment:
 
-        python -m venv apart && apart/bin/pip install -r requirements.txt
+        python -m venv apart && apart/bin/pip install -r requirements-dev.txt
         apart/bin/pip install --no-deps trl==1.16.0 accelerate==1.15.0
         apart/bin/python -m pytest tests/test_grpo.py -k trl
     """
@@ -446,10 +448,9 @@ def one_alone(model, prompt: np.ndarray, draws: np.ndarray, end: int) -> tuple[l
     for draw in draws.tolist():
         logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
         probabilities = logits.double().softmax(-1).tolist()
-        reached, token = probabilities[0], 0
-        while reached <= draw * sum(probabilities):
-            token += 1
-            reached += probabilities[token]
+        # Not `sum`, which rounds once from Python 3.12 on, and so can exceed the last of these.
+        reached = list(itertools.accumulate(probabilities))
+        token = bisect.bisect_right(reached, draw * reached[-1])
         ids.append(token)
         log_probs.append(math.log(probabilities[token]))
         if token == end:

@@ -184,6 +184,19 @@ def test_first_run(tmp_path):
     assert float(measured) == pytest.approx(bigram, abs=0.005)
 
 
+def test_all_environments_install_what_the_readme_says():
+    install, command = block("test command")
+    assert (install, command) == ("pip install -r requirements-dev.txt", "pytest -n 2")
+    assert install.removeprefix("pip ") in (ROOT / ".ci/run").read_text().replace(" --quiet", "")
+    wanted, development, peers = (
+        (ROOT / name).read_text().splitlines()
+        for name in ("requirements.txt", "requirements-dev.txt", "bench/requirements.txt")
+    )
+    assert "-r requirements.txt" in development
+    [pin] = [line for line in wanted if line.startswith("torch==")]
+    assert pin in peers
+
+
 def test_rewards_of_the_readme_are_those_of_the_picture():
     seeds = [list(seen.values()) for seen in json.loads((ROOT / "docs/reward.json").read_text())]
     claimed = re.search(r"rises from ([\d.]+) to ([\d.]+) in 80 steps", README)
