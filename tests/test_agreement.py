@@ -27,6 +27,7 @@ from conftest import (
     metrics,
     small_shape,
 )
+from grid import share
 from safetensors.torch import load_file
 from test_types import plain_model
 from torch.distributed.checkpoint import FileSystemReader
@@ -157,12 +158,13 @@ def check_tied_copies(directory: Path, ranks: int = 4) -> None:
 @pytest.mark.drill
 @pytest.mark.parametrize(
     "tied, own",
-    [
-        (True, {}),
-        (False, {}),
-        (False, {"batching": "bucketed", "grad_clip": 0.3}),
-    ],
-    ids=["tied", "untied", "bucketed, clipped"],
+    share(
+        [
+            pytest.param(True, {}, id="tied"),
+            pytest.param(False, {}, id="untied"),
+            pytest.param(False, {"batching": "bucketed", "grad_clip": 0.3}, id="bucketed, clipped"),
+        ]
+    ),
 )
 def test_four_stages_change_nothing(run, tmp_path_factory, tied, own):
     """With 5 blocks, stages have unequally many. Two stages have neither embedding nor head."""
@@ -179,16 +181,12 @@ def test_four_stages_change_nothing(run, tmp_path_factory, tied, own):
 
 
 ZERO_BUBBLE = {"schedule": "zero_bubble", "pipeline_parallel": 4, "grad_clip": 0.3}
+SCHEDULES = [(2, {"schedule": "interleaved"}, True), (4, {"schedule": "interleaved"}, False)]
+SCHEDULES += [(4, ZERO_BUBBLE, True)]
 
 
-@pytest.mark.parametrize(
-    "ranks, own, tied",
-    [
-        pytest.param(2, {"schedule": "interleaved"}, True, marks=pytest.mark.drill),
-        pytest.param(4, {"schedule": "interleaved"}, False, marks=pytest.mark.drill),
-        pytest.param(4, ZERO_BUBBLE, True, marks=pytest.mark.drill),
-    ],
-)
+@pytest.mark.drill
+@pytest.mark.parametrize("ranks, own, tied", share(SCHEDULES))
 def test_schedules_change_nothing(run, tmp_path_factory, ranks, own, tied):
     """Several stages per rank, with unequally many blocks. A checkpoint goes into FSDP2."""
     directory = tmp_path_factory.mktemp("deep")

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, RUN_FLAGS, arguments, launch, small_shape, torchrun
+from grid import share
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -123,7 +124,8 @@ def real(two_blocks, tmp_path_factory):
     @functools.cache
     def launched(ranks: int, long: bool) -> dict:
         out = tmp_path_factory.mktemp("real") / "seen.json"
-        chosen = {k: case for k, case in cases(ranks, two_blocks).items() if is_long(k) == long}
+        every = cases(ranks, two_blocks)
+        chosen = {k: every[k] for k in every if is_long(k) == long and k in SHARE}
         done = launch(ranks, "dry_run_worker", {"out": out, "cases": json.dumps(chosen)})
         assert done.returncode == 0, done.stderr
         return json.loads(out.read_text())
@@ -171,13 +173,17 @@ BUCKETS = pytest.mark.xfail(
 )
 
 
+EVERY = [case for ranks in (2, 4) for case in cases(ranks, "")]
+# Tests of DDP's buckets look at some of the cases too.
+SHARE = {case for case in EVERY if not is_long(case) or "2 ddp" in case}
+SHARE |= {*share(case for case in EVERY if is_long(case))}
 CASES = [
     pytest.param(
         case,
         marks=[pytest.mark.drill] * is_long(case) + [BUCKETS] * case.endswith("buckets"),
     )
-    for ranks in (2, 4)
-    for case in cases(ranks, "")
+    for case in EVERY
+    if case in SHARE
 ]
 
 

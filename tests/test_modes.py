@@ -9,8 +9,9 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, SMALL, launch, small_shape
+from grid import share
 from transformers import PhimoeConfig, Qwen2ForCausalLM
-from worker import DENSE, modes
+from worker import COMPILED, DENSE, modes
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def test_compiled_modes_of_every_script(run_worker):
     compiled = run_worker("compiled")
     for case in compiled:
         check_agreement(compiled, case, compiled)
-    check_graphs(compiled, 10)
+    check_graphs(compiled, len(share(COMPILED)))
 
 
 @pytest.mark.parametrize("case", CASES)

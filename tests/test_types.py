@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from conftest import SMALL
+from grid import share
 from huggingface_hub.errors import StrictDataclassError
 
 import common
@@ -272,7 +273,7 @@ def tokenizer():
 
 @pytest.mark.drill
 @pytest.mark.usefixtures("one_rank", "fill_with_nan")
-@pytest.mark.parametrize("name", BUCKETED_TYPES)
+@pytest.mark.parametrize("name", share(BUCKETED_TYPES))
 def test_a_type_trains_as_in_plain_transformers(name, tokenizer, tmp_path):
     check_type(plain_model(name), tokenizer, tmp_path)
 
@@ -336,7 +337,10 @@ def check_type(
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     "name, precision",
-    [(name, "fp32") for name in MIXTURES] + [(name, "bf16") for name in ("mixtral", "qwen3_moe")],
+    share(
+        [(name, "fp32") for name in MIXTURES]
+        + [(name, "bf16") for name in ("mixtral", "qwen3_moe")]
+    ),
 )
 def test_split_experts_compute_the_same(name, precision, tokenizer, tmp_path):
     """One rank, so that only the computation of the experts differs."""
@@ -373,7 +377,7 @@ def stage_of(
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("name", BUCKETED_TYPES)
+@pytest.mark.parametrize("name", share(BUCKETED_TYPES))
 def test_a_type_in_two_stages_is_right_or_refused(name, tokenizer, tmp_path):
     """The loss and the gradients of both stages are those of the full model."""
     plain = plain_model(name)
