@@ -212,12 +212,7 @@ def check_prediction(report: dry_run.Report, seen: dict) -> None:
 
 
 FORMS = [
-    pytest.param(
-        name,
-        mode,
-        ranks,
-        marks=[pytest.mark.drill] if ranks > 8 or mode != "plain" else [],
-    )
+    (name, mode, ranks)
     for name, own in OWN.items()
     if name != "fsdp2_nd_pretrain"
     for mode in ["plain", "bf16", "full", *own]
@@ -226,9 +221,13 @@ FORMS = [
     # One script for so many ranks, because each case takes many seconds.
     if ranks == 8 or (name == "fsdp2_pretrain" and mode in ("plain", "hybrid"))
 ]
+PLAIN = [form for form in FORMS if form[1:] == ("plain", 8)]
+OTHERS = share(form for form in FORMS if form not in PLAIN)
 
 
-@pytest.mark.parametrize("name, mode, ranks", FORMS)
+@pytest.mark.parametrize(
+    "name, mode, ranks", PLAIN + [pytest.param(*form, marks=pytest.mark.drill) for form in OTHERS]
+)
 def test_closed_forms(two_blocks, name, mode, ranks):
     """What a rank sends, except for loss, norm and model buffers: a few hundred bytes."""
     script = importlib.import_module(name)

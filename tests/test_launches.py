@@ -16,6 +16,7 @@ from conftest import (
     read_lines,
     torchrun,
 )
+from grid import share
 
 import common
 
@@ -25,7 +26,10 @@ PRETRAINING = [*SCRIPTS, *INSIDE, EXPERTS]
 @pytest.mark.parametrize(
     "script",
     ["fsdp2_pretrain.py"]
-    + [pytest.param(s, marks=pytest.mark.drill) for s in PRETRAINING if s != "fsdp2_pretrain.py"],
+    + [
+        pytest.param(script, marks=pytest.mark.drill)
+        for script in share(s for s in PRETRAINING if s != "fsdp2_pretrain.py")
+    ],
 )
 def test_a_loss_that_is_not_finite_ends_the_run_before_a_checkpoint(
     corpus, shape_directory, mixture_directory, tmp_path, script

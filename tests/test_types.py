@@ -124,6 +124,7 @@ NOT_IN_STAGES = """
     lfm3 mamba mamba2 marian mbart moshi mpt mvp nemotron_h opt pegasus persimmon phi plbart
     qwen4_exp_text trocr whisper zaya
 """.split()
+WINDOWED = "afmoe cohere2 exaone4 gemma3_text gpt_oss mimo_v2_flash mistral olmo3".split()
 CPU = torch.device("cpu")
 DOCUMENTS = [np.random.default_rng(n).integers(0, 256, n + 1) for n in (40, 25, 64, 7, 33)]
 FLAGS = SMALL | {"max_length": 64, "micro_batch_tokens": 192, "global_batch_tokens": 192}
@@ -282,11 +283,7 @@ def test_a_type_trains_as_in_plain_transformers(name, tokenizer, tmp_path):
 @pytest.mark.usefixtures("one_rank", "fill_with_nan")
 @pytest.mark.parametrize(
     "name, changes",
-    [("falcon", {"alibi": True})]
-    + [
-        (name, {"sliding_window": 16})
-        for name in "afmoe cohere2 exaone4 gemma3_text gpt_oss mimo_v2_flash mistral olmo3".split()
-    ],
+    share([("falcon", {"alibi": True})] + [(name, {"sliding_window": 16}) for name in WINDOWED]),
 )
 def test_settings_that_transformers_applies_itself(name, changes, tokenizer, tmp_path):
     check_type(plain_model(name, **changes), tokenizer, tmp_path, packed=False)
