@@ -44,6 +44,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_a_checkpoint(
     newest = tmp_path / "checkpoints/step_00000001"
     assert line.startswith("error: step 2: the loss is not finite")
     assert f"the newest checkpoint is {newest}" in line
+    assert line.endswith("lower --learning_rate, or look at the data of this step")
     assert [path.name for path in newest.parent.iterdir()] == [newest.name]
     assert not (tmp_path / "hf").exists()
     assert [line["step"] for line in read_lines(tmp_path) if "loss" in line] == [1, 2]
