@@ -1,6 +1,7 @@
 """Which script can resume which script's checkpoint: all pairs.
 
-    torchrun --standalone --nproc-per-node=2 bench/pairs.py
+    torchrun --standalone --nproc-per-node=2 bench/pairs.py            all pairs
+    torchrun --standalone --nproc-per-node=2 bench/pairs.py ddp tp     what these two write
 
 Each writer trains 2 steps, saves in both checkpoint styles, and trains 2 more. Each reader loads a
 checkpoint of each writer, of both styles in turn, into a model with other weights and trains the
@@ -87,10 +88,14 @@ def save(session: Session, run_dir: Path, style: str) -> Path:
     return checkpoints.last
 
 
-def table(folder: Path, names: list[str], data: Any, flags: dict[str, Any]) -> list[list[str]]:
-    """Return a row for each writer, with a column for each reader."""
+def table(
+    folder: Path, names: list[str], writers: list[str], data: Any, flags: dict[str, Any]
+) -> list[list[str]]:
+    """Return a row for each writer, with a column for each of the names as reader."""
     rows = []
     for i, writer in enumerate(names):
+        if writer not in writers:
+            continue
         script = SCRIPTS[writer]
         session = Session(script, script.Config(**flags, **OWN.get(writer, {})), data)
         train(session, 0, STEPS)
@@ -139,7 +144,9 @@ def print_table(names: list[str], rows: list[list[str]]) -> None:
 
 
 def main() -> None:
-    shared.read(__doc__)
+    reader = shared.parser(__doc__)
+    reader.add_argument("writers", metavar="WRITER", nargs="*", choices=[*SCRIPTS, []])
+    writers = reader.parse_args().writers or list(SCRIPTS)
     # It warns of the two all-gathers of a tensor that is sharded twice.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     ddp_pretrain.init_process_group(ddp_pretrain.Config())
@@ -155,7 +162,7 @@ def main() -> None:
             dist.barrier()
             flags = FLAGS | {"model": str(folder)}
             data = shared.load_data(ddp_pretrain, ddp_pretrain.Config(**flags))
-            rows = table(folder / "runs", names, data, flags)
+            rows = table(folder / "runs", names, writers, data, flags)
             dist.barrier()
             if dist.get_rank() == 0:
                 print_table(names, rows)

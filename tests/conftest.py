@@ -18,11 +18,10 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
+# `common` is imported where it is used, because the process that only starts those of `pytest -n`
+# reads this file too, and would need seconds for PyTorch before they start.
 
-from forked import HANGS  # noqa: E402
-
-import common  # noqa: E402
-
+HANGS = 900  # seconds; what takes longer is killed
 SCRIPTS = ["ddp_pretrain.py", "fsdp1_pretrain.py", "fsdp2_pretrain.py"]
 # The ranks of a group share the layers, the sequences, or the blocks of a model.
 INSIDE = ["fsdp2_tp_pretrain.py", "fsdp2_cp_pretrain.py", "fsdp2_pp_pretrain.py"]
@@ -35,7 +34,7 @@ SMALL = {
     "eval_batches": 3,
     "warmup_steps": 1,
 }
-RUN_FLAGS = {**SMALL, "steps": 6, "eval_every": 4, "eval_batches": 100, "learning_rate": 0.01}
+RUN_FLAGS = {**SMALL, "steps": 4, "eval_every": 2, "eval_batches": 100, "learning_rate": 0.01}
 RUN_FLAGS |= {"grad_clip": 0, "tokenizer": "bytes", "min_learning_rate": 4e-4}
 
 
@@ -69,6 +68,8 @@ def environment(tmp_path_factory):
 @pytest.fixture(scope="session")
 def texts() -> list[str]:
     """Return 300 documents of 20 to 900 bytes. A mean of means would show with such lengths."""
+    import common
+
     files = common.standard_library_files()[:60]
     documents = [d["text"] for d in common.standard_library_documents(files, "")]
     rng = np.random.default_rng(0)
@@ -100,15 +101,17 @@ def data_config(**changes) -> SimpleNamespace:
     return SimpleNamespace(**settings | changes)
 
 
-def make_batches(
-    sequences: Any, kind: type = common.Batches, padding_id: int = 256, **changes
-) -> common.Batches:
+def make_batches(sequences: Any, kind: Any = None, padding_id: int = 256, **changes) -> Any:
     """Make batches of sequences, with small micro-batches unless told otherwise."""
-    return kind(sequences, data_config(**changes), padding_id)
+    import common
+
+    return (kind or common.Batches)(sequences, data_config(**changes), padding_id)
 
 
-def load_documents(dataset: str, tokenizer: str = "bytes") -> common.Sequences:
+def load_documents(dataset: str, tokenizer: str = "bytes") -> Any:
     """Load the documents of a file for pretraining."""
+    import common
+
     config = data_config(dataset=dataset, tokenizer=tokenizer)
     loaded = common.load_tokenizer(tokenizer)
     return common.load_documents(config, ["text"], common.tokenize_text, loaded)

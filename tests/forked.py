@@ -23,9 +23,20 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import datasets  # noqa: E402, F401
+import torch  # noqa: E402
 import transformers  # noqa: E402
+from conftest import HANGS  # noqa: E402
 
-HANGS = 900  # seconds; what takes longer is killed
+
+def warm_up() -> None:
+    """Do once what every rank would do at its end: import, and fill caches, to show a sample."""
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
+    sizes |= {"num_attention_heads": 1, "num_key_value_heads": 1}
+    transformers.logging.disable_progress_bar()  # as common.py does
+    with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(), torch.no_grad():
+        transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes)).save_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        model.generate(torch.zeros(1, 4, dtype=torch.int64), max_new_tokens=2, do_sample=True)
 
 
 def start(
@@ -89,10 +100,13 @@ def main() -> None:
     for script in Path(__file__).parents[1].glob("*p*_*.py"):
         with contextlib.suppress(Exception):  # one that fails to import fails in its own launches
             importlib.import_module(script.stem)
+    warm_up()
     generate = transformers.GenerationMixin.generate
+    # A sample would use all cores, and threads that spin are in the way of other tests' ranks.
+    torch.set_num_threads = lambda number: None
     # The sample at the end of a run is shorter here.
     transformers.GenerationMixin.generate = lambda *words, **options: generate(
-        *words, **options | {"max_new_tokens": 20}
+        *words, **options | {"max_new_tokens": 8}
     )
     for line in sys.stdin:
         asked = json.loads(line)

@@ -39,8 +39,9 @@ def run(script: str) -> None:
 
 
 def serve(path: str) -> None:
-    from forked import join, start
+    from forked import join, start, warm_up
 
+    warm_up()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from faults import run  # noqa: E402
-from forked import join, start  # noqa: E402
+from forked import join, start, warm_up  # noqa: E402
 
 RANKS = 2
 # Calls while a checkpoint is written and published, and how often rank 0 and rank 1 make them.
@@ -46,6 +46,7 @@ def launch(script: str, words: list[str], faults: list[dict]) -> list[int]:
 def main() -> None:
     script, kills, seed, *words = sys.argv[1:]
     importlib.import_module(script)
+    warm_up()
     chance = random.Random(int(seed))
     no_end = {"call": "Run.finish", "do": "kill"}
     for number in range(int(kills)):

@@ -27,6 +27,7 @@ from conftest import (
     metrics,
     small_shape,
 )
+from grid import share
 from safetensors.torch import load_file
 from test_types import plain_model
 from torch.distributed.checkpoint import FileSystemReader
@@ -103,28 +104,30 @@ def check_agreement(one: Path, other: Path) -> None:
     assert training[0][-1]["tokens"] == training[1][-1]["tokens"]
 
 
+RING = {"context_parallel": 4, "context_attention": "ring", "batching": "bucketed"}
+SHARED = {
+    "cp 2x2": (INSIDE[1], {}),
+    "pp 2x2": (INSIDE[2], {}),
+    "nd 2x2": ("fsdp2_nd_pretrain.py", {"tensor_parallel": 2, "pipeline_parallel": 2}),
+    "ep 2x2": (EXPERTS, {}),
+}
+MORE_SHARED = {
+    "tp 2x2": (INSIDE[0], {}),
+    "cp 1x4": (INSIDE[1], {"context_parallel": 4}),
+    "cp 1x4 ring": (INSIDE[1], RING),
+    "pp 2x2 replicas": (INSIDE[2], {"dp_replicate": 2}),
+    "ep 1x4": (EXPERTS, {"expert_parallel": 4}),
+}
+
+
 @pytest.mark.parametrize(
     "script, own",
-    [
-        pytest.param(INSIDE[0], {}, marks=pytest.mark.drill),
-        (INSIDE[1], {}),
-        pytest.param(INSIDE[1], {"context_parallel": 4}, marks=pytest.mark.drill),
-        pytest.param(
-            INSIDE[1],
-            {"context_parallel": 4, "context_attention": "ring", "batching": "bucketed"},
-            marks=pytest.mark.drill,
-        ),
-        (INSIDE[2], {}),
-        pytest.param(INSIDE[2], {"dp_replicate": 2}, marks=pytest.mark.drill),
-        ("fsdp2_nd_pretrain.py", {"tensor_parallel": 2, "pipeline_parallel": 2}),
-        (EXPERTS, {}),
-        pytest.param(EXPERTS, {"expert_parallel": 4}, marks=pytest.mark.drill),
+    [pytest.param(*case, id=name) for name, case in SHARED.items()]
+    + [
+        pytest.param(*MORE_SHARED[name], id=name, marks=pytest.mark.drill)
+        for name in share(MORE_SHARED)
     ],
-    ids=[
-        *("tp 2x2", "cp 2x2", "cp 1x4", "cp 1x4 ring", "pp 2x2", "pp 2x2 replicas"),
-        *("nd 2x2", "ep 2x2", "ep 1x4"),
-    ],
-)  # fmt: skip
+)
 def test_ranks_that_share_a_model_change_nothing(
     run, shape_directory, mixture_directory, script, own
 ):
@@ -157,12 +160,13 @@ def check_tied_copies(directory: Path, ranks: int = 4) -> None:
 @pytest.mark.drill
 @pytest.mark.parametrize(
     "tied, own",
-    [
-        (True, {}),
-        (False, {}),
-        (False, {"batching": "bucketed", "grad_clip": 0.3}),
-    ],
-    ids=["tied", "untied", "bucketed, clipped"],
+    share(
+        [
+            pytest.param(True, {}, id="tied"),
+            pytest.param(False, {}, id="untied"),
+            pytest.param(False, {"batching": "bucketed", "grad_clip": 0.3}, id="bucketed, clipped"),
+        ]
+    ),
 )
 def test_four_stages_change_nothing(run, tmp_path_factory, tied, own):
     """With 5 blocks, stages have unequally many. Two stages have neither embedding nor head."""
@@ -179,16 +183,12 @@ def test_four_stages_change_nothing(run, tmp_path_factory, tied, own):
 
 
 ZERO_BUBBLE = {"schedule": "zero_bubble", "pipeline_parallel": 4, "grad_clip": 0.3}
+SCHEDULES = [(2, {"schedule": "interleaved"}, True), (4, {"schedule": "interleaved"}, False)]
+SCHEDULES += [(4, ZERO_BUBBLE, True)]
 
 
-@pytest.mark.parametrize(
-    "ranks, own, tied",
-    [
-        pytest.param(2, {"schedule": "interleaved"}, True, marks=pytest.mark.drill),
-        pytest.param(4, {"schedule": "interleaved"}, False, marks=pytest.mark.drill),
-        pytest.param(4, ZERO_BUBBLE, True, marks=pytest.mark.drill),
-    ],
-)
+@pytest.mark.drill
+@pytest.mark.parametrize("ranks, own, tied", share(SCHEDULES))
 def test_schedules_change_nothing(run, tmp_path_factory, ranks, own, tied):
     """Several stages per rank, with unequally many blocks. A checkpoint goes into FSDP2."""
     directory = tmp_path_factory.mktemp("deep")
@@ -356,7 +356,7 @@ def test_initial_weights_leave_nothing_uninitialized(monkeypatch, tmp_path, name
 
 @pytest.mark.drill
 def test_initial_weights_of_every_type(monkeypatch, tmp_path):
-    for name in common.BUCKETED_TYPES.split():
+    for name in share(common.BUCKETED_TYPES.split()):
         plain_model(name).config.save_pretrained(tmp_path / name)
         flags = {"max_length": 64, "micro_batch_tokens": 512}
         check_initial_weights(monkeypatch, fsdp2_pretrain, str(tmp_path / name), **flags)
@@ -433,7 +433,7 @@ def test_metrics_and_config_hold_what_the_interface_says(run, shape_directory):
     keys = "step loss learning_rate grad_norm tokens padding_fraction tokens_per_second "
     keys += "step_seconds data_seconds mfu peak_memory_gib"
     assert set(keys.split()) <= training[0].keys()
-    assert [line["step"] for line in validation] == [4, STEPS]
+    assert [line["step"] for line in validation] == [2, STEPS]
     rates = [line["learning_rate"] for line in training]
     assert rates == pytest.approx([learning_rate(step) for step in range(1, STEPS + 1)])
     assert training[0]["mfu"] is None or torch.cuda.is_available()
@@ -451,8 +451,7 @@ def test_metrics_and_config_hold_what_the_interface_says(run, shape_directory):
 def test_one_process_without_torchrun_and_wandb_offline(corpus, shape_directory, tmp_path):
     words = RUN_FLAGS | {"dataset": corpus, "model": shape_directory, "run_dir": tmp_path / "run"}
     words |= {"wandb_project": "tests", "steps": 2, "eval_every": 1}
-    command = [sys.executable, "ddp_pretrain.py", *arguments(words)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = launch(0, "ddp_pretrain", words)
     assert done.returncode == 0, done.stderr
     assert "next:" in done.stdout
     [log] = (tmp_path / "run").rglob("*.wandb")

@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, RUN_FLAGS, arguments, launch, small_shape, torchrun
+from grid import share
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -123,7 +124,8 @@ def real(two_blocks, tmp_path_factory):
     @functools.cache
     def launched(ranks: int, long: bool) -> dict:
         out = tmp_path_factory.mktemp("real") / "seen.json"
-        chosen = {k: case for k, case in cases(ranks, two_blocks).items() if is_long(k) == long}
+        every = cases(ranks, two_blocks)
+        chosen = {k: every[k] for k in every if is_long(k) == long and k in SHARE}
         done = launch(ranks, "dry_run_worker", {"out": out, "cases": json.dumps(chosen)})
         assert done.returncode == 0, done.stderr
         return json.loads(out.read_text())
@@ -171,13 +173,17 @@ BUCKETS = pytest.mark.xfail(
 )
 
 
+EVERY = [case for ranks in (2, 4) for case in cases(ranks, "")]
+# Tests of DDP's buckets look at some of the cases too.
+SHARE = {case for case in EVERY if not is_long(case) or "2 ddp" in case}
+SHARE |= {*share(case for case in EVERY if is_long(case))}
 CASES = [
     pytest.param(
         case,
         marks=[pytest.mark.drill] * is_long(case) + [BUCKETS] * case.endswith("buckets"),
     )
-    for ranks in (2, 4)
-    for case in cases(ranks, "")
+    for case in EVERY
+    if case in SHARE
 ]
 
 
@@ -218,12 +224,7 @@ def check_prediction(report: dry_run.Report, seen: dict, stages: int) -> None:
 
 
 FORMS = [
-    pytest.param(
-        name,
-        mode,
-        ranks,
-        marks=[pytest.mark.drill] if ranks > 8 or mode != "plain" else [],
-    )
+    (name, mode, ranks)
     for name, own in OWN.items()
     if name != "fsdp2_nd_pretrain"
     for mode in ["plain", "bf16", "full", *own]
@@ -232,9 +233,13 @@ FORMS = [
     # One script for so many ranks, because each case takes many seconds.
     if ranks == 8 or (name == "fsdp2_pretrain" and mode in ("plain", "hybrid"))
 ]
+PLAIN = [form for form in FORMS if form[1:] == ("plain", 8)]
+OTHERS = share(form for form in FORMS if form not in PLAIN)
 
 
-@pytest.mark.parametrize("name, mode, ranks", FORMS)
+@pytest.mark.parametrize(
+    "name, mode, ranks", PLAIN + [pytest.param(*form, marks=pytest.mark.drill) for form in OTHERS]
+)
 def test_closed_forms(two_blocks, name, mode, ranks):
     """What a rank sends, except for loss, norm and model buffers: a few hundred bytes."""
     script = importlib.import_module(name)

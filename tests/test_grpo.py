@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import HANGS, ROOT, arguments, launch, small_mixture, small_shape, torchrun, tree
+from grid import share
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -515,7 +516,7 @@ def test_positions_are_counted_without_padding():
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("name", sorted(common.PACKED_TYPES.split()))
+@pytest.mark.parametrize("name", share(sorted(common.PACKED_TYPES.split())))
 def test_a_type_samples_as_in_plain_transformers(name):
     from test_types import plain_model
 

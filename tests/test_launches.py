@@ -16,6 +16,7 @@ from conftest import (
     read_lines,
     torchrun,
 )
+from grid import share
 
 import common
 
@@ -25,7 +26,10 @@ PRETRAINING = [*SCRIPTS, *INSIDE, EXPERTS]
 @pytest.mark.parametrize(
     "script",
     ["fsdp2_pretrain.py"]
-    + [pytest.param(s, marks=pytest.mark.drill) for s in PRETRAINING if s != "fsdp2_pretrain.py"],
+    + [
+        pytest.param(script, marks=pytest.mark.drill)
+        for script in share(s for s in PRETRAINING if s != "fsdp2_pretrain.py")
+    ],
 )
 def test_a_loss_that_is_not_finite_ends_the_run_before_a_checkpoint(
     corpus, shape_directory, mixture_directory, tmp_path, script
@@ -40,6 +44,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_a_checkpoint(
     newest = tmp_path / "checkpoints/step_00000001"
     assert line.startswith("error: step 2: the loss is not finite")
     assert f"the newest checkpoint is {newest}" in line
+    assert line.endswith("lower --learning_rate, or look at the data of this step")
     assert [path.name for path in newest.parent.iterdir()] == [newest.name]
     assert not (tmp_path / "hf").exists()
     assert [line["step"] for line in read_lines(tmp_path) if "loss" in line] == [1, 2]

@@ -9,8 +9,9 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, SMALL, launch, small_shape
+from grid import share
 from transformers import PhimoeConfig, Qwen2ForCausalLM
-from worker import DENSE, modes
+from worker import COMPILED, DENSE, modes
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +63,13 @@ EXPECTED = {
     "compile": ("padded", *EXACT),
     "compile_ac_full": ("padded", *EXACT),
     "compile_packed": ("packed", *EXACT),
-    "compile_bf16": ("large", None, 5e-2),
-    "bf16": ("fp32", None, 5e-2),
-    "zero1_bf16": ("fp32", None, 5e-2),
-    "ring_bf16": ("fp32", None, 5e-2),
-    "recomputed_bf16": ("fp32", None, 5e-2),
-    "reduce_every_bf16": ("fp32", None, 5e-2),
-    "keep_bf16": ("fp32", None, 5e-2),
+    "compile_bf16": ("large", 1e-2, 5e-2),
+    "bf16": ("fp32", 1e-2, 5e-2),
+    "zero1_bf16": ("fp32", 1e-2, 5e-2),
+    "ring_bf16": ("fp32", 1e-2, 5e-2),
+    "recomputed_bf16": ("fp32", 1e-2, 5e-2),
+    "reduce_every_bf16": ("fp32", 1e-2, 5e-2),
+    "keep_bf16": ("fp32", 1e-2, 5e-2),
 }
 CASES = [f"{name} {mode}" for name in DENSE for mode in [*modes(name), "init_from"]]
 
@@ -77,37 +78,33 @@ def losses(one: dict) -> list[float]:
     return [*one["losses"], one["validation"]]
 
 
-def check_agreement(seen: dict, case: str) -> None:
-    """Compare a case with DDP."""
+def check_agreement(seen: dict, case: str, own_seen: dict) -> None:
+    """Compare a case with DDP. `own_seen` has what FSDP2 saw in the same mode."""
     name, mode = case.split()
     mode_of_ddp, of_losses, of_weights = EXPECTED.get(mode, ("fp32", *EXACT))
-    reference, got = seen[f"ddp {mode_of_ddp}"], seen[case]
-    of_norms = [of_losses] * 2
-    if "bf16" in mode:
-        # What bf16 itself loses depends on the data. With 12 seeds and any strategy, also DDP, it
-        # moved losses by up to 0.1 % and the norm of the first step by up to 0.2 %. AdamW's first
-        # update has one size for all gradients, also for those that are little more than
-        # rounding errors. So the norm of the second step moved by up to 1.4 %.
-        of_losses, of_norms = 2e-3, [2**-8, 2e-2]
-    elif name in ("tp", "cp", "pp"):  # they add up parts in another order
-        of_losses, of_norms = 2e-6, [5e-6] * 2
+    reference, got, of_norms = seen[f"ddp {mode_of_ddp}"], seen[case], of_losses
+    if name in ("tp", "cp", "pp"):  # they add up parts in another order
+        of_losses, of_norms = 2e-6, 5e-6
+        if "bf16" in mode:  # four times what FSDP2 itself loses by bf16
+            own = own_seen[f"fsdp2 {mode.removeprefix('ring_')}"]
+            of_losses = 4 * difference(losses(own), losses(reference))
+            of_norms = 4 * difference(own["norms"], reference["norms"])
     assert difference(losses(got), losses(reference)) < of_losses
-    for norm, expected, bound in zip(got["norms"], reference["norms"], of_norms, strict=True):
-        assert norm == pytest.approx(expected, rel=bound, abs=0)
+    assert difference(got["norms"], reference["norms"]) < of_norms
     assert difference(got["final"], reference["final"]) < of_weights
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_mode_agrees_with_ddp(seen, case):
-    check_agreement(seen, case)
+    check_agreement(seen, case, seen)
 
 
 @pytest.mark.drill
 def test_compiled_modes_of_every_script(run_worker):
     compiled = run_worker("compiled")
     for case in compiled:
-        check_agreement(compiled, case)
-    check_graphs(compiled, 10)
+        check_agreement(compiled, case, compiled)
+    check_graphs(compiled, len(share(COMPILED)))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 from conftest import SMALL, launch, metrics, small_shape
+from grid import share
 from test_modes import difference, losses
 
 import common
@@ -32,8 +33,9 @@ def flags_of(mesh: str) -> dict[str, int]:
 # Meshes and modes; tests/test_agreement.py has `tp2 pp2` in the plain suite.
 FOUR = [(mesh, "fp32") for mesh in ("tp2 cp2", "pp2 cp2", "tp2 rep2", "pp2 rep2")]
 FOUR += [("tp2 pp2", mode) for mode in ("untied", "selective", "bf16", "compiled")]
-FOUR += [("tp2 cp2", mode) for mode in ("packed", "full")]
+FOUR = share(FOUR + [("tp2 cp2", mode) for mode in ("packed", "full")])
 EIGHT = [("tp2 pp2 cp2", "fp32"), ("tp2 pp2 rep2", "fp32"), ("tp2 pp2 cp2", "packed")]
+EIGHT = share(EIGHT)
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import transformers
 from conftest import EXPERTS, HANGS, INSIDE, ROOT, SCRIPTS, metrics, read_lines
+from grid import share
 
 import common
 import fsdp2_grpo
@@ -303,7 +304,7 @@ def quick_programs(tmp_path_factory):
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("page", chapters().values())
+@pytest.mark.parametrize("page", share(chapters().values()))
 def test_experiments_print_what_the_pages_show(page, monkeypatch, quick_programs):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import tryit

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from conftest import SMALL
+from grid import share
 from huggingface_hub.errors import StrictDataclassError
 
 import common
@@ -123,6 +124,7 @@ NOT_IN_STAGES = """
     lfm3 mamba mamba2 marian mbart moshi mpt mvp nemotron_h opt pegasus persimmon phi plbart
     qwen4_exp_text trocr whisper zaya
 """.split()
+WINDOWED = "afmoe cohere2 exaone4 gemma3_text gpt_oss mimo_v2_flash mistral olmo3".split()
 CPU = torch.device("cpu")
 DOCUMENTS = [np.random.default_rng(n).integers(0, 256, n + 1) for n in (40, 25, 64, 7, 33)]
 FLAGS = SMALL | {"max_length": 64, "micro_batch_tokens": 192, "global_batch_tokens": 192}
@@ -272,7 +274,7 @@ def tokenizer():
 
 @pytest.mark.drill
 @pytest.mark.usefixtures("one_rank", "fill_with_nan")
-@pytest.mark.parametrize("name", BUCKETED_TYPES)
+@pytest.mark.parametrize("name", share(BUCKETED_TYPES))
 def test_a_type_trains_as_in_plain_transformers(name, tokenizer, tmp_path):
     check_type(plain_model(name), tokenizer, tmp_path)
 
@@ -281,11 +283,7 @@ def test_a_type_trains_as_in_plain_transformers(name, tokenizer, tmp_path):
 @pytest.mark.usefixtures("one_rank", "fill_with_nan")
 @pytest.mark.parametrize(
     "name, changes",
-    [("falcon", {"alibi": True})]
-    + [
-        (name, {"sliding_window": 16})
-        for name in "afmoe cohere2 exaone4 gemma3_text gpt_oss mimo_v2_flash mistral olmo3".split()
-    ],
+    share([("falcon", {"alibi": True})] + [(name, {"sliding_window": 16}) for name in WINDOWED]),
 )
 def test_settings_that_transformers_applies_itself(name, changes, tokenizer, tmp_path):
     check_type(plain_model(name, **changes), tokenizer, tmp_path, packed=False)
@@ -336,7 +334,10 @@ def check_type(
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
     "name, precision",
-    [(name, "fp32") for name in MIXTURES] + [(name, "bf16") for name in ("mixtral", "qwen3_moe")],
+    share(
+        [(name, "fp32") for name in MIXTURES]
+        + [(name, "bf16") for name in ("mixtral", "qwen3_moe")]
+    ),
 )
 def test_split_experts_compute_the_same(name, precision, tokenizer, tmp_path):
     """One rank, so that only the computation of the experts differs."""
@@ -373,7 +374,7 @@ def stage_of(
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("name", BUCKETED_TYPES)
+@pytest.mark.parametrize("name", share(BUCKETED_TYPES))
 def test_a_type_in_two_stages_is_right_or_refused(name, tokenizer, tmp_path):
     """The loss and the gradients of both stages are those of the full model."""
     plain = plain_model(name)

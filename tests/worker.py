@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from grid import share
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -123,8 +124,6 @@ COMPILED_MODES = {
         "pad_to_multiple_of": 256,
         "activation_checkpointing": "full",
     },
-    # Two lengths, so the second micro-batch is traced when there are gradients of the first one.
-    "compile_accumulated_bf16": {"compile": True, "precision": "bf16", "pad_to_multiple_of": 256},
     "compile_bf16": {
         "compile": True,
         "precision": "bf16",
@@ -134,9 +133,9 @@ COMPILED_MODES = {
 }
 # Compiling takes long, and all strategies share its code. So only a drill does it: FSDP2 in every
 # way, and the others in one.
-COMPILED = {"ddp": ["compile_bf16"], "tp": ["compile"], "fsdp2": list(COMPILED_MODES)}
-COMPILED |= {name: ["compile_packed"] for name in ("fsdp1", "cp", "pp")}
-COMPILED["fsdp1"].append("compile_accumulated_bf16")
+COMPILED = [("ddp", "compile_bf16"), ("tp", "compile")]
+COMPILED += [("fsdp2", mode) for mode in COMPILED_MODES]
+COMPILED += [(name, "compile_packed") for name in ("fsdp1", "cp", "pp")]
 # Graphs are traced and split, but kernels are generated in these cases only.
 GENERATED = {("fsdp2", "compile_dynamic"), ("tp", "compile"), ("cp", "compile_packed")}
 
@@ -188,7 +187,7 @@ def modes(name: str, which: str = "plain") -> dict[str, dict]:
     if name == "ep":
         return {}
     if which == "compiled":
-        compiled = {mode: COMPILED_MODES[mode] for mode in COMPILED[name]}
+        compiled = {mode: COMPILED_MODES[mode] for own, mode in share(COMPILED) if own == name}
         return REFERENCE_MODES | compiled if name == "ddp" else compiled
     every = COMMON_MODES | OWN_MODES[name]
     return {mode: flags for mode, flags in every.items() if mode not in LEFT_OUT.get(name, [])}
