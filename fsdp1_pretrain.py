@@ -13,7 +13,8 @@ Communication volume per step, with P the bytes of the parameters: an all-gather
 parameters before its forward and another one before its backward, 2P(N-1)/N in all, and a
 reduce-scatter of its gradients after its backward, P(N-1)/N. That is 1.5 times DDP's volume (equal
 to it in bf16, which halves the all-gathers). Most of it overlaps with the compute of the
-neighboring blocks. With gradient accumulation, each micro-batch all-gathers again.
+neighboring blocks. With gradient accumulation, each micro-batch all-gathers and reduce-scatters
+again, so that a rank keeps no more than its shard of the gradients.
 
 The idea is ZeRO-3 (arXiv 1910.02054). PyTorch FSDP is described in arXiv 2304.11277.
 """
@@ -77,8 +78,8 @@ SHAPES = {
 
 
 @dataclass(config=ConfigDict(allow_inf_nan=False))
-class Config(common.RunFlags):
-    """model, optimization and memory"""
+class Config(common.Flags):
+    """The flags of this script, after those that all scripts share."""
 
     # model
     model: str = flag("tiny", "tiny, qwen2-0.5b, or a directory or hub id with a config.json")
@@ -93,15 +94,26 @@ class Config(common.RunFlags):
     global_batch_tokens: PositiveInt = flag(
         4096, "token positions of one optimizer step, over all ranks and micro-batches"
     )
-    learning_rate: PositiveFloat = flag(5e-3, "peak learning rate of AdamW")
-    min_learning_rate: NonNegativeFloat = flag(1e-4, "learning rate at the end of the cosine decay")
+    learning_rate: PositiveFloat | None = flag(
+        None,
+        "peak learning rate of AdamW. The default depends on the model: 5e-3 with fewer than 10 "
+        "million parameters, otherwise 3e-4; a tenth of that with --init_from",
+    )
+    min_learning_rate: NonNegativeFloat | None = flag(
+        None, "learning rate at the end of the decay; default: a fiftieth of the peak"
+    )
     warmup_steps: NonNegativeInt = flag(20, "steps of linear warm-up")
+    decay_steps: PositiveInt | None = flag(
+        None, "decay over the last N steps only (warmup-stable-decay); default: after the warm-up"
+    )
     weight_decay: NonNegativeFloat = flag(
         0.1, "weight decay of matrices (embeddings, norms and biases have none)"
     )
     grad_clip: NonNegativeFloat = flag(1.0, "clip the gradient norm to this; 0 disables clipping")
     eval_every: PositiveInt = flag(200, "steps between validations")
-    eval_batches: PositiveInt = flag(256, "micro-batches of one validation, over all ranks")
+    eval_tokens: PositiveInt = flag(
+        250_000, "size of the validation set in tokens (whole documents, the first by hash)"
+    )
 
     # precision, memory and speed
     precision: Literal["auto", "fp32", "bf16"] = flag(
@@ -122,7 +134,9 @@ class Config(common.RunFlags):
         "forward to backward (ZeRO-2). hybrid_shard: shard within a node, replicate across nodes",
     )
     reduce_every_micro_batch: bool = flag(
-        False, "reduce-scatter gradients after every micro-batch: less memory, more communication"
+        True,
+        "reduce-scatter gradients in every micro-batch. false: once per step, which needs memory "
+        "for a full set of gradients",
     )
 
     def __post_init__(self) -> None:
@@ -132,12 +146,14 @@ class Config(common.RunFlags):
             # GPUs before Ampere only emulate bf16.
             bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
             self.precision = "bf16" if bf16 else "fp32"
-        if self.min_learning_rate > self.learning_rate:
-            raise ValueError("--min_learning_rate is above --learning_rate")
         world_size = int(os.environ.get("WORLD_SIZE", 1))
-        alone = os.environ.get("LOCAL_WORLD_SIZE") == "1" and world_size > 1
+        alone = world_size > 1 and os.environ["LOCAL_WORLD_SIZE"] == "1"
         if alone and self.sharding_strategy == "hybrid_shard":
             raise ValueError("--sharding_strategy hybrid_shard: FSDP1 needs 2 ranks on each node")
+        # The compiler cannot trace bf16 parameters with fp32 gradients from another micro-batch.
+        accumulates = self.global_batch_tokens > self.micro_batch_tokens * world_size
+        if accumulates and self.compile and self.precision == "bf16":
+            raise ValueError("--compile in bf16 needs one micro-batch per rank under FSDP1")
         common.check_global_batch(self, world_size)
 
 
@@ -167,7 +183,7 @@ def init_process_group(config: Config) -> torch.device:
     return device
 
 
-def dp_rank_and_size(config: Config) -> tuple[int, int]:
+def dp_rank_and_size(config: Config) -> tuple:
     """Return this rank's index among the data-parallel ranks, and how many there are.
 
     Here every rank trains on its own micro-batches of the global batch.
@@ -192,29 +208,25 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         compile_blocks(blocks, config)
 
     # hybrid_shard: shard within a row of the mesh (a node), replicate across rows.
-    shards = dist.get_world_size()
-    if config.sharding_strategy == "hybrid_shard":
-        shards = int(os.environ["LOCAL_WORLD_SIZE"])
+    hybrid = config.sharding_strategy == "hybrid_shard"
+    shards = int(os.environ["LOCAL_WORLD_SIZE"]) if hybrid else dist.get_world_size()
     mesh = init_device_mesh(
         device.type,
         (dist.get_world_size() // shards, shards),
         mesh_dim_names=("replicate", "shard"),
     )
-    precision = None
-    if config.precision != "fp32":
-        # Parameters are cast to bf16 as they are all-gathered, so blocks compute in bf16. The
-        # shards and the optimizer state stay fp32.
-        precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    # Parameters are cast to bf16 as they are all-gathered, so blocks compute in bf16. The shards
+    # and the optimizer state stay fp32.
+    bf16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     initialize(model, modules_outside_blocks(model), config.seed, device)
-    if model.config.tie_word_embeddings:
-        model.tie_weights()  # `initialize` gave each module memory of its own, which unties them
+    model.tie_weights()  # `initialize` gave each module memory of its own, which untied them
 
-    def wrap_policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+    def wrap_policy(module, recurse, nonwrapped_numel):
         """Return whether to look inside a module (recurse), or whether to wrap it."""
         return recurse or module in blocks
 
-    def initialize_block(module: nn.Module) -> None:
+    def initialize_block(module):
         """FSDP calls this for a block, then for each module in it, and then shards the block."""
         if module in blocks:
             initialize(model, module.modules(), config.seed, device)
@@ -223,15 +235,15 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         model,
         auto_wrap_policy=wrap_policy,  # the root gets the rest, tied embeddings included
         param_init_fn=initialize_block,  # one at a time: no rank holds more than one full block
-        device_mesh=mesh if config.sharding_strategy == "hybrid_shard" else mesh["shard"],
+        device_mesh=mesh if hybrid else mesh["shard"],
         sharding_strategy=ShardingStrategy[config.sharding_strategy.upper()],
-        mixed_precision=precision,
+        mixed_precision=None if config.precision == "fp32" else bf16,
         use_orig_params=True,  # parameters with and without weight decay stay apart
         device_id=device,
     )
 
 
-def optimizer_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def optimizer_parameters(model: nn.Module) -> list:
     """Return the parameters that this rank's optimizer updates, with their names without FSDP.
 
     NOTE: call it after `parallelize`. An optimizer that was built before would hold the unsharded
@@ -248,8 +260,10 @@ def forward_backward(
 ) -> torch.Tensor:
     """Run forward and backward on all micro-batches; returns the loss summed over all ranks.
 
-    By default each rank accumulates unsharded gradients locally and reduce-scatters them once, on
-    the last micro-batch. This saves communication but needs memory for a full set of gradients.
+    FSDP reduce-scatters the gradients of every micro-batch, overlapped with its backward, so a rank
+    accumulates only its shard. With `--reduce_every_micro_batch false` it accumulates unsharded
+    gradients and reduce-scatters them once, on the last micro-batch. That saves communication but
+    needs memory for a full set of gradients.
     """
     # The loss of a step is the sum over all target tokens, divided by their number in the global
     # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
@@ -259,7 +273,6 @@ def forward_backward(
     # lose small ones, so reduce every micro-batch then, into fp32 shards.
     reduce_every = config.reduce_every_micro_batch or config.precision != "fp32"
     total_loss = torch.zeros((), device=device)
-    gradients: dict[nn.Parameter, torch.Tensor] = {}
     for i, micro_batch in enumerate(batch.micro_batches):
         last = i == len(batch.micro_batches) - 1
         # NOTE: off by one here, and ranks train on their local gradients without an error.
@@ -267,14 +280,6 @@ def forward_backward(
             loss = model(**common.to_device(micro_batch, device))  # all-gathers
             (loss * scale).backward()  # all-gathers, and reduce-scatters if gradients sync
         total_loss += loss.detach()
-        if config.compile and reduce_every:
-            # The compiler cannot trace bf16 parameters that have fp32 gradients, so take them away.
-            for parameter in model.parameters():
-                if parameter.grad is not None:
-                    gradients[parameter] = gradients.get(parameter, 0) + parameter.grad
-                    parameter.grad = None
-    for parameter, gradient in gradients.items():
-        parameter.grad = gradient
     dist.all_reduce(total_loss)
     return total_loss
 
@@ -391,7 +396,7 @@ def document_attention(
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int = 0,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple:
     """Causal attention within each document of a packed sequence, for `AttentionInterface`.
 
     SDPA would need a [length, length] mask, and would compute what the mask hides.
@@ -463,7 +468,7 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
     """
     if mode == "none":
         return
-    options: dict[str, Any] = {"use_reentrant": False}
+    options = {"use_reentrant": False}
     fraction = 1.0
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
@@ -480,7 +485,7 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
             block.forward = recompute(block.forward)
 
 
-def keep_expensive(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def keep_expensive(_, operator: Any, *args, **kwargs) -> CheckpointPolicy:
     """Keep the results of matmuls, attention and collectives, and recompute the cheap rest."""
     expensive = ["mm.", "attention", "attn", "c10d"]  # in names such as aten.addmm.default
     if any(part in str(operator) for part in expensive):
@@ -510,6 +515,8 @@ def initialize(
     names = {module: name for name, module in model.named_modules()}
     for module in reversed(list(modules)):  # children first
         module.to_empty(device=device, recurse=False)
+        for parameter in module.parameters(recurse=False):
+            parameter.fill_(math.nan)  # a weight that nothing initializes fails in the first step
         torch.manual_seed(zlib.crc32(f"{seed} {names[module]}".encode()))
         # NOTE: this also rebuilds the rotary frequencies. They are a buffer that no checkpoint
         # holds, and `to_empty` leaves garbage in it.
@@ -538,6 +545,8 @@ def build_optimizer(model: nn.Module, decayed: set[str], config: Config) -> torc
     for name, parameter in optimizer_parameters(model):
         if parameter.requires_grad:
             (with_decay if name in decayed else without_decay).append(parameter)
+    trained = [p for _, p in optimizer_parameters(model) if p.requires_grad]
+    assert len({*with_decay, *without_decay}) == len(trained), "each parameter is in one group"
     groups = [
         {"params": with_decay, "weight_decay": config.weight_decay},
         {"params": without_decay, "weight_decay": 0.0},
@@ -545,11 +554,31 @@ def build_optimizer(model: nn.Module, decayed: set[str], config: Config) -> torc
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
+def set_learning_rates(config: Config, num_parameters: int) -> None:
+    """Fill in the learning rates that no flag sets, by the number of parameters.
+
+    Published recipes use 2e-4 to 6e-4 for models of 0.1B to 13B parameters (GPT-3, Llama 2, OLMo).
+    A rate of that size would ruin pretrained weights.
+    """
+    peak = 5e-3 if num_parameters < 10_000_000 else 3e-4
+    if config.learning_rate is None:
+        config.learning_rate = peak / 10 if config.init_from else peak
+    if config.min_learning_rate is None:
+        config.min_learning_rate = config.learning_rate / 50
+    if config.min_learning_rate > config.learning_rate:
+        common.refuse("--min_learning_rate is above --learning_rate")
+
+
 def learning_rate_at(step: int, config: Config) -> float:
-    """Linear warm-up, then cosine decay to the minimum, which the last step reaches."""
+    """Linear warm-up, then cosine decay to the minimum, which the last step reaches.
+
+    With --decay_steps the rate stays at its peak until the decay (WSD, arXiv 2404.06395). So runs
+    of different lengths share their steps until the shorter one decays.
+    """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
-    progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
+    begin = max(config.warmup_steps, config.steps - (config.decay_steps or config.steps))
+    progress = max(0, step - begin) / (config.steps - begin)
     cosine = (1 + math.cos(math.pi * progress)) / 2
     return config.min_learning_rate + cosine * (config.learning_rate - config.min_learning_rate)
 
@@ -568,18 +597,21 @@ def train_step(
     """Run one optimizer step; returns the mean loss of the global batch and the gradient norm."""
     total_loss = forward_backward(model, batch, config, device)
     grad_norm = clip_grad_norm(model, config.grad_clip or math.inf)
+    # `.item()` waits for the GPU. Do it once, and before the update: values that are not finite
+    # must not reach the weights.
+    measured = {"loss": total_loss.item() / batch.num_targets, "grad_norm": grad_norm.item()}
+    common.refuse_non_finite(batch.step, **measured)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer_step(model, optimizer)
-    # `.item()` synchronizes with the GPU, so do it last.
-    return {"loss": total_loss.item() / batch.num_targets, "grad_norm": grad_norm.item()}
+    return measured
 
 
 def evaluate(
     model: nn.Module, validation: common.Batches, config: Config, device: torch.device
 ) -> float:
     """Return the mean loss per target token in nats, on the same data for every world size."""
-    micro_batches = validation.evaluation(config.eval_batches, *dp_rank_and_size(config))
+    micro_batches = validation.evaluation(*dp_rank_and_size(config))
     model.eval()
     total = validation_loss(model, micro_batches, config, device)
     model.train()
@@ -596,10 +628,10 @@ def main() -> None:
     # first rank of a node does the work, and the others find it in the cache.
     tokenizer = common.load_tokenizer(config.tokenizer)
     documents = common.load_documents(config, [config.text_column], common.tokenize_text, tokenizer)
-    training_documents, validation_documents = documents.split()
-    make_batches = partial(common.Batches, config=config, padding_id=tokenizer.eos_token_id)
-    training = make_batches(training_documents.sequences(config.max_length))
-    validation = make_batches(validation_documents.sequences(config.max_length))
+    training, validation = (
+        common.Batches(part.sequences(config.max_length), config, tokenizer.eos_token_id)
+        for part in documents.split(config.eval_tokens)
+    )
     model_config = build_model_config(config, tokenizer)
     if config.steps == 0:
         print("the data is prepared")
@@ -607,38 +639,40 @@ def main() -> None:
 
     device = init_process_group(config)
     model = build_model(config, model_config)
+    set_learning_rates(config, model.num_parameters())
     run = common.Run(config, model, tokenizer, documents, device)
     checkpoints = common.Checkpoints(run)
-    resumed, progress = checkpoints.find()
+    progress = checkpoints.find()
 
     decayed = weight_decay_names(model)
     model = parallelize(model, config, device)
     optimizer = build_optimizer(model, decayed, config)
-    if resumed:
-        common.load_checkpoint(resumed, model, optimizer)
+    if checkpoints.last:
+        common.load_checkpoint(checkpoints.last, model, optimizer)
     elif config.init_from:
         common.load_weights(model, config.init_from)
 
-    run.begin(resumed, progress["step"])
-    # The step number is the position in the data, so a resumed run needs no other data state.
+    rank, size = dp_rank_and_size(config)
     accumulation = config.global_batch_tokens // config.micro_batch_tokens  # over all ranks
-    batches = training.stream(
-        progress["step"], config.steps, accumulation, *dp_rank_and_size(config)
+    run.begin(
+        progress,
+        f"mesh {size} x {run.world_size // size}, {accumulation // size} micro-batches per rank "
+        f"and step, {config.global_batch_tokens:,} tokens, learning rate {config.learning_rate:g}",
     )
-    for step, batch in enumerate(batches, progress["step"] + 1):
+    # The step number is the position in the data, so a resumed run needs no other data state.
+    for batch in training.stream(progress["step"], config.steps, accumulation, rank, size):
+        step = batch.step
         torch.manual_seed(config.seed + step * run.world_size + run.rank)  # for dropout
         learning_rate = learning_rate_at(step, config)
         measured = train_step(model, optimizer, batch, learning_rate, config, device)
         progress = {"step": step, "tokens": progress["tokens"] + batch.num_targets}
         run.log_step(batch, **progress, **measured, learning_rate=learning_rate)
-        checkpoints.refuse_non_finite(step, measured)
-        stopping = run.should_stop()  # whether any rank received a signal
         if step % config.eval_every == 0 or step == config.steps:
-            progress["validation_loss"] = evaluate(model, validation, config, device)
-            run.log_validation(step, progress["validation_loss"], validation)
-        if step % config.checkpoint_every == 0 or step == config.steps or stopping:
+            loss = evaluate(model, validation, config, device)
+            run.log_validation(step, loss, validation)
+        if step % config.checkpoint_every == 0 or step == config.steps or run.stopping:
             checkpoints.save(model, optimizer, progress)
-        if stopping:
+        if run.stopping:
             break
     checkpoints.wait()
 
@@ -647,7 +681,8 @@ def main() -> None:
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    run.finish(progress["step"], checkpoints.last, validation_documents.prompt(), NEXT_COMMAND)
+    prompt, _ = validation.sequences.read(0)
+    run.finish(progress["step"], checkpoints.last, prompt[:64], NEXT_COMMAND)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ tokens, and this rank also needs the most memory, so the routers have to be bala
 Communication volume per step, with P the bytes of all parameters except experts and X the bytes of
 a rank's experts: all-gathers before a block's forward and before its backward, at most
 2P(EN-1)/(EN) + 2X(N-1)/N in all, and reduce-scatters of its gradients, half as much (equally much
-in bf16, which halves the all-gathers). They overlap with the compute of the neighboring blocks, but
-only partly: the CPU waits for the token counts in each block, and cannot launch work ahead.
+in bf16, which halves the all-gathers). They overlap with compute although the CPU waits for the
+token counts in each block, because a block issues the all-gathers of its experts and of the next
+block before that.
 
 GShard (arXiv 2006.16668) introduced expert parallelism. It drops the tokens that exceed an expert's
 capacity, and so does Switch Transformer (arXiv 2101.03961). Nothing is dropped here, as in
@@ -100,8 +101,8 @@ SHAPES = {
 
 
 @dataclass(config=ConfigDict(allow_inf_nan=False))
-class Config(common.RunFlags):
-    """model, optimization and memory"""
+class Config(common.Flags):
+    """The flags of this script, after those that all scripts share."""
 
     # model
     model: str = flag(
@@ -118,15 +119,26 @@ class Config(common.RunFlags):
     global_batch_tokens: PositiveInt = flag(
         4096, "token positions of one optimizer step, over all ranks and micro-batches"
     )
-    learning_rate: PositiveFloat = flag(5e-3, "peak learning rate of AdamW")
-    min_learning_rate: NonNegativeFloat = flag(1e-4, "learning rate at the end of the cosine decay")
+    learning_rate: PositiveFloat | None = flag(
+        None,
+        "peak learning rate of AdamW. The default depends on the model: 5e-3 with fewer than 10 "
+        "million parameters, otherwise 3e-4; a tenth of that with --init_from",
+    )
+    min_learning_rate: NonNegativeFloat | None = flag(
+        None, "learning rate at the end of the decay; default: a fiftieth of the peak"
+    )
     warmup_steps: NonNegativeInt = flag(20, "steps of linear warm-up")
+    decay_steps: PositiveInt | None = flag(
+        None, "decay over the last N steps only (warmup-stable-decay); default: after the warm-up"
+    )
     weight_decay: NonNegativeFloat = flag(
         0.1, "weight decay of matrices (embeddings, norms and biases have none)"
     )
     grad_clip: NonNegativeFloat = flag(1.0, "clip the gradient norm to this; 0 disables clipping")
     eval_every: PositiveInt = flag(200, "steps between validations")
-    eval_batches: PositiveInt = flag(256, "micro-batches of one validation, over all ranks")
+    eval_tokens: PositiveInt = flag(
+        250_000, "size of the validation set in tokens (whole documents, the first by hash)"
+    )
 
     # precision, memory and speed
     precision: Literal["auto", "fp32", "bf16"] = flag(
@@ -148,7 +160,9 @@ class Config(common.RunFlags):
         "biases (DeepSeek-V3: 0.001, over many more steps)",
     )
     reduce_every_micro_batch: bool = flag(
-        False, "reduce-scatter gradients after every micro-batch: less memory, more communication"
+        True,
+        "reduce-scatter gradients in every micro-batch. false: once per step, which needs memory "
+        "for a full set of gradients",
     )
 
     def __post_init__(self) -> None:
@@ -158,8 +172,6 @@ class Config(common.RunFlags):
             # GPUs before Ampere only emulate bf16.
             bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
             self.precision = "bf16" if bf16 else "fp32"
-        if self.min_learning_rate > self.learning_rate:
-            raise ValueError("--min_learning_rate is above --learning_rate")
         world_size = int(os.environ.get("WORLD_SIZE", 1))
         if self.steps and world_size % self.expert_parallel:
             raise ValueError(
@@ -198,7 +210,7 @@ def init_process_group(config: Config) -> torch.device:
     return device
 
 
-def dp_rank_and_size(config: Config) -> tuple[int, int]:
+def dp_rank_and_size(config: Config) -> tuple:
     """Return this rank's index among the data-parallel ranks, and how many there are.
 
     Here every rank trains on its own micro-batches of the global batch.
@@ -206,7 +218,7 @@ def dp_rank_and_size(config: Config) -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def moe_layers(module: nn.Module) -> list[nn.Module]:
+def moe_layers(module: nn.Module) -> list:
     """Return the MoE layers in `module`: those whose experts use transformers' ExpertsInterface.
 
     transformers stores all experts of a layer in one module, as parameters [experts, ...].
@@ -246,8 +258,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
     initialize(model, modules_outside_blocks(model), config.seed, device)
-    if model.config.tie_word_embeddings:
-        model.tie_weights()  # `initialize` gave each module memory of its own, which unties them
+    model.tie_weights()  # `initialize` gave each module memory of its own, which untied them
     # `fully_shard` claims only parameters that no submodule has claimed yet, so apply it bottom-up:
     # experts first, then their block, then the root.
     for block in blocks:
@@ -280,6 +291,11 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         )
     # The root claims the rest. Do not reshard it after forward, because backward starts with it.
     fully_shard(model, mesh=world, mp_policy=precision, reshard_after_forward=False)
+    for i, block in enumerate(blocks):
+        # The CPU waits for the GPU in every dispatch, so FSDP would issue the all-gathers that
+        # follow it too late to overlap. Issue them when the block begins.
+        experts = [layer.experts for layer in moe_layers(block)]
+        block.set_modules_to_forward_prefetch([*experts, *blocks[i + 1 : i + 2]])
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Sum gradients over the ranks instead of averaging them, see `forward_backward`.
@@ -387,7 +403,7 @@ def dispatch(
 
 def exchange_counts(
     expert_of_row: torch.Tensor, num_experts: int, group: dist.ProcessGroup
-) -> tuple[torch.Tensor, list[int], list[int]]:
+) -> tuple:
     """Tell each rank how many rows it will get for each of its experts, by an all-to-all.
 
     Returns:
@@ -419,7 +435,7 @@ def compute_experts(experts: nn.Module, rows: torch.Tensor, counts: torch.Tensor
     return nn.functional.grouped_mm(experts._apply_gate(inner), down.mT, offs=ends)
 
 
-def optimizer_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def optimizer_parameters(model: nn.Module) -> list:
     """Return the parameters that this rank's optimizer updates, with their names.
 
     NOTE: call it after `parallelize`. An optimizer that was built before would hold the unsharded
@@ -433,8 +449,9 @@ def forward_backward(
 ) -> torch.Tensor:
     """Run forward and backward on all micro-batches; returns the loss summed over all ranks.
 
-    By default each rank accumulates unsharded gradients locally (of the experts, those of its
-    slice) and reduce-scatters them once, on the last micro-batch.
+    FSDP reduce-scatters the gradients of every micro-batch, overlapped with its backward, so a rank
+    accumulates only its shard. With `--reduce_every_micro_batch false` it accumulates unsharded
+    gradients (of the experts, those of its slice) and reduce-scatters them once.
     """
     layers = moe_layers(model)
     # How many target tokens chose each expert.
@@ -637,7 +654,7 @@ def document_attention(
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int = 0,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple:
     """Causal attention within each document of a packed sequence, for `AttentionInterface`.
 
     SDPA would need a [length, length] mask, and would compute what the mask hides.
@@ -709,7 +726,7 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
     """
     if mode == "none":
         return
-    options: dict[str, Any] = {"use_reentrant": False}
+    options = {"use_reentrant": False}
     fraction = 1.0
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
@@ -726,7 +743,7 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
             block.forward = recompute(block.forward)
 
 
-def keep_expensive(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def keep_expensive(_, operator: Any, *args, **kwargs) -> CheckpointPolicy:
     """Keep the results of matmuls, attention and collectives, and recompute the cheap rest."""
     expensive = ["mm.", "attention", "attn", "c10d"]  # in names such as aten.addmm.default
     if any(part in str(operator) for part in expensive):
@@ -756,6 +773,8 @@ def initialize(
     names = {module: name for name, module in model.named_modules()}
     for module in reversed(list(modules)):  # children first
         module.to_empty(device=device, recurse=False)
+        for parameter in module.parameters(recurse=False):
+            parameter.fill_(math.nan)  # a weight that nothing initializes fails in the first step
         torch.manual_seed(zlib.crc32(f"{seed} {names[module]}".encode()))
         # NOTE: this also rebuilds the rotary frequencies. They are a buffer that no checkpoint
         # holds, and `to_empty` leaves garbage in it.
@@ -784,6 +803,8 @@ def build_optimizer(model: nn.Module, decayed: set[str], config: Config) -> torc
     for name, parameter in optimizer_parameters(model):
         if parameter.requires_grad:
             (with_decay if name in decayed else without_decay).append(parameter)
+    trained = [p for _, p in optimizer_parameters(model) if p.requires_grad]
+    assert len({*with_decay, *without_decay}) == len(trained), "each parameter is in one group"
     groups = [
         {"params": with_decay, "weight_decay": config.weight_decay},
         {"params": without_decay, "weight_decay": 0.0},
@@ -791,11 +812,31 @@ def build_optimizer(model: nn.Module, decayed: set[str], config: Config) -> torc
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
+def set_learning_rates(config: Config, num_parameters: int) -> None:
+    """Fill in the learning rates that no flag sets, by the number of parameters.
+
+    Published recipes use 2e-4 to 6e-4 for models of 0.1B to 13B parameters (GPT-3, Llama 2, OLMo).
+    A rate of that size would ruin pretrained weights.
+    """
+    peak = 5e-3 if num_parameters < 10_000_000 else 3e-4
+    if config.learning_rate is None:
+        config.learning_rate = peak / 10 if config.init_from else peak
+    if config.min_learning_rate is None:
+        config.min_learning_rate = config.learning_rate / 50
+    if config.min_learning_rate > config.learning_rate:
+        common.refuse("--min_learning_rate is above --learning_rate")
+
+
 def learning_rate_at(step: int, config: Config) -> float:
-    """Linear warm-up, then cosine decay to the minimum, which the last step reaches."""
+    """Linear warm-up, then cosine decay to the minimum, which the last step reaches.
+
+    With --decay_steps the rate stays at its peak until the decay (WSD, arXiv 2404.06395). So runs
+    of different lengths share their steps until the shorter one decays.
+    """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
-    progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
+    begin = max(config.warmup_steps, config.steps - (config.decay_steps or config.steps))
+    progress = max(0, step - begin) / (config.steps - begin)
     cosine = (1 + math.cos(math.pi * progress)) / 2
     return config.min_learning_rate + cosine * (config.learning_rate - config.min_learning_rate)
 
@@ -814,18 +855,21 @@ def train_step(
     """Run one optimizer step; returns the mean loss of the global batch and the gradient norm."""
     total_loss = forward_backward(model, batch, config, device)
     grad_norm = clip_grad_norm(model, config.grad_clip or math.inf)
+    # `.item()` waits for the GPU. Do it once, and before the update: values that are not finite
+    # must not reach the weights.
+    measured = {"loss": total_loss.item() / batch.num_targets, "grad_norm": grad_norm.item()}
+    common.refuse_non_finite(batch.step, **measured)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer_step(model, optimizer)
-    # `.item()` synchronizes with the GPU, so do it last.
-    return {"loss": total_loss.item() / batch.num_targets, "grad_norm": grad_norm.item()}
+    return measured
 
 
 def evaluate(
     model: nn.Module, validation: common.Batches, config: Config, device: torch.device
 ) -> float:
     """Return the mean loss per target token in nats, on the same data for every world size."""
-    micro_batches = validation.evaluation(config.eval_batches, *dp_rank_and_size(config))
+    micro_batches = validation.evaluation(*dp_rank_and_size(config))
     model.eval()
     total = validation_loss(model, micro_batches, config, device)
     model.train()
@@ -842,10 +886,10 @@ def main() -> None:
     # first rank of a node does the work, and the others find it in the cache.
     tokenizer = common.load_tokenizer(config.tokenizer)
     documents = common.load_documents(config, [config.text_column], common.tokenize_text, tokenizer)
-    training_documents, validation_documents = documents.split()
-    make_batches = partial(common.Batches, config=config, padding_id=tokenizer.eos_token_id)
-    training = make_batches(training_documents.sequences(config.max_length))
-    validation = make_batches(validation_documents.sequences(config.max_length))
+    training, validation = (
+        common.Batches(part.sequences(config.max_length), config, tokenizer.eos_token_id)
+        for part in documents.split(config.eval_tokens)
+    )
     model_config = build_model_config(config, tokenizer)
     if config.steps == 0:
         print("the data is prepared")
@@ -853,38 +897,40 @@ def main() -> None:
 
     device = init_process_group(config)
     model = build_model(config, model_config)
+    set_learning_rates(config, model.num_parameters())
     run = common.Run(config, model, tokenizer, documents, device)
     checkpoints = common.Checkpoints(run)
-    resumed, progress = checkpoints.find()
+    progress = checkpoints.find()
 
     decayed = weight_decay_names(model)
     model = parallelize(model, config, device)
     optimizer = build_optimizer(model, decayed, config)
-    if resumed:
-        common.load_checkpoint(resumed, model, optimizer)
+    if checkpoints.last:
+        common.load_checkpoint(checkpoints.last, model, optimizer)
     elif config.init_from:
         common.load_weights(model, config.init_from)
 
-    run.begin(resumed, progress["step"])
-    # The step number is the position in the data, so a resumed run needs no other data state.
+    rank, size = dp_rank_and_size(config)
     accumulation = config.global_batch_tokens // config.micro_batch_tokens  # over all ranks
-    batches = training.stream(
-        progress["step"], config.steps, accumulation, *dp_rank_and_size(config)
+    run.begin(
+        progress,
+        f"mesh {size} x {run.world_size // size}, {accumulation // size} micro-batches per rank "
+        f"and step, {config.global_batch_tokens:,} tokens, learning rate {config.learning_rate:g}",
     )
-    for step, batch in enumerate(batches, progress["step"] + 1):
+    # The step number is the position in the data, so a resumed run needs no other data state.
+    for batch in training.stream(progress["step"], config.steps, accumulation, rank, size):
+        step = batch.step
         torch.manual_seed(config.seed + step * run.world_size + run.rank)  # for dropout
         learning_rate = learning_rate_at(step, config)
         measured = train_step(model, optimizer, batch, learning_rate, config, device)
         progress = {"step": step, "tokens": progress["tokens"] + batch.num_targets}
         run.log_step(batch, **progress, **measured, learning_rate=learning_rate)
-        checkpoints.refuse_non_finite(step, measured)
-        stopping = run.should_stop()  # whether any rank received a signal
         if step % config.eval_every == 0 or step == config.steps:
-            progress["validation_loss"] = evaluate(model, validation, config, device)
-            run.log_validation(step, progress["validation_loss"], validation)
-        if step % config.checkpoint_every == 0 or step == config.steps or stopping:
+            loss = evaluate(model, validation, config, device)
+            run.log_validation(step, loss, validation)
+        if step % config.checkpoint_every == 0 or step == config.steps or run.stopping:
             checkpoints.save(model, optimizer, progress)
-        if stopping:
+        if run.stopping:
             break
     checkpoints.wait()
 
@@ -893,7 +939,8 @@ def main() -> None:
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    run.finish(progress["step"], checkpoints.last, validation_documents.prompt(), NEXT_COMMAND)
+    prompt, _ = validation.sequences.read(0)
+    run.finish(progress["step"], checkpoints.last, prompt[:64], NEXT_COMMAND)
 
 
 if __name__ == "__main__":
