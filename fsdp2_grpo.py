@@ -30,12 +30,15 @@ import ast
 import contextlib
 import copy
 import gc
+import itertools
 import math
 import numbers
 import os
 import re
+import signal
 import time
 import traceback
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
@@ -45,6 +48,7 @@ from pydoc_data.topics import topics
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, NamedTuple
 
+import jinja2
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -101,8 +105,8 @@ SHAPES = {
 
 
 @dataclass(config=ConfigDict(allow_inf_nan=False))
-class Config(common.RunFlags):
-    """model, optimization and memory"""
+class Config(common.Flags):
+    """The flags of this script, after those that all scripts share."""
 
     # model
     model: str = flag("tiny", "tiny, qwen2-0.5b, or a directory or hub id with a config.json")
@@ -159,6 +163,9 @@ class Config(common.RunFlags):
         None, "learning rate at the end of the cosine decay; default: a tenth of the peak"
     )
     warmup_steps: NonNegativeInt = flag(5, "steps of linear warm-up")
+    decay_steps: PositiveInt | None = flag(
+        None, "decay over the last N steps only (warmup-stable-decay); default: after the warm-up"
+    )
     weight_decay: NonNegativeFloat = flag(
         0.1, "weight decay of matrices (embeddings, norms and biases have none)"
     )
@@ -184,7 +191,9 @@ class Config(common.RunFlags):
     dp_replicate: PositiveInt = flag(1, "replicas of the sharded model (HSDP)")
     cpu_offload: bool = flag(False, "keep parameters, gradients and optimizer state in CPU memory")
     reduce_every_micro_batch: bool = flag(
-        False, "reduce-scatter gradients after every micro-batch: less memory, more communication"
+        True,
+        "reduce-scatter gradients in every micro-batch. false: once per step, which needs memory "
+        "for a full set of gradients",
     )
 
     def __post_init__(self) -> None:
@@ -295,10 +304,12 @@ def read_message(message: dict) -> dict[str, str]:
     return {"role": ROLES.get(role, role), "content": content}
 
 
-def docstring_conversations(files: list[str], version: str) -> Iterator[dict]:
+def docstring_conversations(files: list[str]) -> Iterator[dict]:
     """Yield a conversation for each documented function: think, then write its docstring."""
-    for tree, _ in common.read_python(files):
-        for node in ast.walk(tree):
+    warnings.simplefilter("ignore", SyntaxWarning)
+    for file in files:
+        source = Path(file).read_text(encoding="utf-8", errors="replace")
+        for node in ast.walk(ast.parse(source)):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             docstring = ast.get_docstring(node)
@@ -316,8 +327,8 @@ def docstring_conversations(files: list[str], version: str) -> Iterator[dict]:
 
 
 common.EMBEDDED["stdlib-docstrings"] = docstring_conversations
-common.PLAN += ["prompts", "answers", "answer_length"]  # a resumed run samples the same answers
-common.CONTENTS += ["init_from", "reference_weight"]  # and has the same reference
+# A resumed run samples the same answers, and has the same reference.
+common.PLAN += ["prompts", "answers", "answer_length", "reference_weight"]
 # Single tokens of our chat format that an answer may contain.
 INSIDE = [
     "<|begin_of_thought|>",
@@ -358,8 +369,11 @@ def encode(tokenizer: common.Tokenizer, text: str) -> list[int]:
     return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
 
-def tokenize_prompt(row: dict, tokenizer: common.Tokenizer) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return the tokens of a prompt and its reference, which of them are the reference, and 0.
+def tokenize_prompt(row: dict, tokenizer: common.Tokenizer) -> tuple:
+    """Tokenize a prompt and its reference, as `common.tokenize_text` does with a text.
+
+    The reference is what is in the loss. The split is that of fsdp2_sft.py: what comes before the
+    first answer decides.
 
     Raises:
         ValueError: why the conversation is left out.
@@ -378,13 +392,17 @@ def tokenize_prompt(row: dict, tokenizer: common.Tokenizer) -> tuple[np.ndarray,
         if any(token in text for token in forbidden if token.strip()):
             raise ValueError("spell out a special token")
     render = partial(tokenizer.apply_chat_template, messages, tokenize=False)
-    text = render(add_generation_prompt=True)
-    if text == render():
-        raise ValueError("have a chat template that does not ask for an answer")
+    try:
+        text = render(add_generation_prompt=True)
+        if text == render():
+            raise ValueError("have a chat template that does not ask for an answer")
+    except jinja2.TemplateError as problem:
+        raise ValueError(f"have no place in the chat template: {problem}") from problem
     prompt = encode(tokenizer, text)
     answer = encode(tokenizer, reference)
     tokens = np.array([*prompt, *answer, tokenizer.eos_token_id], np.uint32)
-    return tokens, np.arange(len(tokens)) >= len(prompt), 0.0
+    first = itertools.takewhile(lambda message: message["role"] != "assistant", messages)
+    return tokens, np.arange(len(tokens)) >= len(prompt), list(first), 0
 
 
 def leave_out_long(documents: common.Sequences, config: Config) -> common.Sequences:
@@ -392,6 +410,8 @@ def leave_out_long(documents: common.Sequences, config: Config) -> common.Sequen
     longest = config.max_length - config.answer_length
     fits = documents.lengths + 1 - documents.num_targets <= longest
     common.say(f"{(~fits).sum():,} prompts are left out, because they exceed {longest:,} tokens")
+    if not fits.any():
+        common.refuse(f"--max_length {config.max_length} leaves no prompt; use a larger one")
     return common.Sequences(documents.documents, documents.index[fits])
 
 
@@ -472,7 +492,7 @@ def init_process_group(config: Config) -> torch.device:
     return device
 
 
-def dp_rank_and_size(config: Config) -> tuple[int, int]:
+def dp_rank_and_size(config: Config) -> tuple:
     """Return this rank's index among the data-parallel ranks, and how many there are.
 
     Here every rank trains on its own micro-batches of the global batch.
@@ -504,7 +524,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         mesh = init_device_mesh(
             device.type, (config.dp_replicate, shards), mesh_dim_names=("replicate", "shard")
         )
-    options: dict[str, Any] = {"mesh": mesh}
+    options = {"mesh": mesh}
     if config.precision != "fp32":
         # Parameters are cast to bf16 as they are all-gathered, so blocks compute in bf16. The
         # shards and the optimizer state stay fp32. Reduce gradients in fp32 too. The default is
@@ -516,8 +536,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
     initialize(model, modules_outside_blocks(model), config.seed, device)
-    if model.config.tie_word_embeddings:
-        model.tie_weights()  # `initialize` gave each module memory of its own, which unties them
+    model.tie_weights()  # `initialize` gave each module memory of its own, which untied them
     # `fully_shard` claims only parameters that no submodule has claimed yet, so apply it bottom-up:
     # blocks first, then the root. With the root alone, all parameters would be gathered at once.
     for block in blocks:
@@ -561,7 +580,7 @@ def unsharded_parameters(model: nn.Module, config: Config) -> Iterator[None]:
     model.set_reshard_after_forward(False, recurse=False)
 
 
-def optimizer_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def optimizer_parameters(model: nn.Module) -> list:
     """Return the parameters that this rank's optimizer updates, with their names.
 
     NOTE: call it after `parallelize`. An optimizer that was built before would hold the unsharded
@@ -594,8 +613,10 @@ def forward_backward(
 ) -> torch.Tensor:
     """Run forward and backward on all micro-batches; returns sums over all ranks, [MEASURED].
 
-    By default each rank accumulates unsharded gradients locally and reduce-scatters them once, on
-    the last micro-batch. This saves communication but needs memory for a full set of gradients.
+    FSDP reduce-scatters the gradients of every micro-batch, overlapped with its backward, so a rank
+    accumulates only its shard. With `--reduce_every_micro_batch false` it accumulates unsharded
+    gradients and reduce-scatters them once, on the last micro-batch. That saves communication but
+    needs memory for a full set of gradients.
 
     Args:
         old_log_probs: of each micro-batch, at the start of the step. The first inner step fills
@@ -693,10 +714,10 @@ def checked_reward(prompt: str, answer: str, reference: str) -> float:
     except (Exception, SystemExit) as error:  # code that a model wrote may call exit()
         place = traceback.extract_tb(error.__traceback__)[:2][-1]  # the line of `reward`
         reason = f"{type(error).__name__}: {error}"[:400]
-        common.refuse(f"reward() fails in {place.name}, line {place.lineno}: {reason}", code=1)
+        common.refuse(f"reward() fails in {place.name}, line {place.lineno}: {reason}")
     # Advantages are fp32.
     if not isinstance(value, numbers.Real | np.bool_) or not 0 <= value < 1e30:
-        common.refuse(f"reward() has to return a number, 0 or more, not {value!r:.80}", code=1)
+        common.refuse(f"reward() has to return a number, 0 or more, not {value!r:.80}")
     return float(value)
 
 
@@ -899,7 +920,7 @@ def answer_prompts(
         if run.stop_requested == signals:
             break
     # Ranks that are late (with a slow reward) are named by the error of this barrier.
-    dist.group.WORLD.monitored_barrier(run.timeout)
+    dist.group.WORLD.monitored_barrier(timedelta(minutes=config.timeout_minutes))
     of_ranks = common.gather(judged)
     # Rank r has the prompts r, r + size, ...
     return [of_ranks[i % size][i // size] for i in range(len(chosen))]
@@ -929,7 +950,7 @@ def roll_out(
         largest = micro_batches.pop()
         micro_batches += np.array_split(largest, 2)
     batch = batches.global_batch(micro_batches, rank, size)
-    batch.started = started
+    batch.step, batch.started = step, started
     return batch, {
         "reward": rewards.mean(),
         # The fraction of prompts whose answers differ in reward. Only these have a gradient.
@@ -1034,7 +1055,7 @@ def document_attention(
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int = 0,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple:
     """Causal attention within each document of a packed sequence, for `AttentionInterface`.
 
     SDPA would need a [length, length] mask, and would compute what the mask hides.
@@ -1106,7 +1127,7 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
     """
     if mode == "none":
         return
-    options: dict[str, Any] = {"use_reentrant": False}
+    options = {"use_reentrant": False}
     fraction = 1.0
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
@@ -1123,7 +1144,7 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
             block.forward = recompute(block.forward)
 
 
-def keep_expensive(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def keep_expensive(_, operator: Any, *args, **kwargs) -> CheckpointPolicy:
     """Keep the results of matmuls, attention and collectives, and recompute the cheap rest."""
     expensive = ["mm.", "attention", "attn", "c10d"]  # in names such as aten.addmm.default
     if any(part in str(operator) for part in expensive):
@@ -1153,6 +1174,8 @@ def initialize(
     names = {module: name for name, module in model.named_modules()}
     for module in reversed(list(modules)):  # children first
         module.to_empty(device=device, recurse=False)
+        for parameter in module.parameters(recurse=False):
+            parameter.fill_(math.nan)  # a weight that nothing initializes fails in the first step
         torch.manual_seed(zlib.crc32(f"{seed} {names[module]}".encode()))
         # NOTE: this also rebuilds the rotary frequencies. They are a buffer that no checkpoint
         # holds, and `to_empty` leaves garbage in it.
@@ -1181,6 +1204,8 @@ def build_optimizer(model: nn.Module, decayed: set[str], config: Config) -> torc
     for name, parameter in optimizer_parameters(model):
         if parameter.requires_grad:
             (with_decay if name in decayed else without_decay).append(parameter)
+    trained = [p for _, p in optimizer_parameters(model) if p.requires_grad]
+    assert len({*with_decay, *without_decay}) == len(trained), "each parameter is in one group"
     groups = [
         {"params": with_decay, "weight_decay": config.weight_decay},
         {"params": without_decay, "weight_decay": 0.0},
@@ -1199,10 +1224,15 @@ def set_learning_rates(config: Config, num_parameters: int) -> None:
 
 
 def learning_rate_at(step: int, config: Config) -> float:
-    """Linear warm-up, then cosine decay to the minimum, which the last step reaches."""
+    """Linear warm-up, then cosine decay to the minimum, which the last step reaches.
+
+    With --decay_steps the rate stays at its peak until the decay (WSD, arXiv 2404.06395). So runs
+    of different lengths share their steps until the shorter one decays.
+    """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
-    progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
+    begin = max(config.warmup_steps, config.steps - (config.decay_steps or config.steps))
+    progress = max(0, step - begin) / (config.steps - begin)
     cosine = (1 + math.cos(math.pi * progress)) / 2
     return config.min_learning_rate + cosine * (config.learning_rate - config.min_learning_rate)
 
@@ -1226,11 +1256,12 @@ def train_step(
     old_log_probs: list[torch.Tensor] = []
     for _ in range(config.inner_steps):
         total = forward_backward(model, batch, old_log_probs, config, device)
-        grad_norm = clip_grad_norm(model, config.grad_clip or math.inf)
+        grad_norm = clip_grad_norm(model, config.grad_clip or math.inf).item()  # waits for the GPU
+        measured = dict(zip(MEASURED, (total / batch.num_targets).tolist()))
+        # Before the update: values that are not finite must not reach the weights.
+        common.refuse_non_finite(batch.step, measured["loss"], grad_norm)
         optimizer_step(model, optimizer)
-    # `.item()` synchronizes with the GPU, so do it last.
-    measured = dict(zip(MEASURED, (total / batch.num_targets).tolist()))
-    return measured | {"grad_norm": grad_norm.item()}
+    return measured | {"grad_norm": grad_norm}
 
 
 def evaluate(model: nn.Module, documents: common.Sequences, step: int, run: common.Run) -> float:
@@ -1255,7 +1286,7 @@ def main() -> None:
     # first rank of a node does the work, and the others find it in the cache.
     tokenizer = chat_tokenizer(config.tokenizer)
     documents = common.load_documents(config, COLUMNS, tokenize_prompt, tokenizer)
-    training, validation = leave_out_long(documents, config).split()
+    training, validation = (leave_out_long(part, config) for part in documents.split())
     if config.prompts > len(training.lengths):
         common.refuse(
             f"--prompts {config.prompts} exceeds the {len(training.lengths)} training prompts"
@@ -1272,19 +1303,14 @@ def main() -> None:
     model = build_model(config, model_config)
     set_learning_rates(config, model.num_parameters())
     run = common.Run(config, model, tokenizer, documents, device)
-    if config.reference_weight:
-        # A resumed run needs the same reference.
-        files = sorted(Path(config.init_from).glob("*.safetensors"))
-        sums = [common.sum_of(file) for file in files]
-        run.facts["contents"] = common.fingerprint(run.facts["contents"], sums)
     checkpoints = common.Checkpoints(run)
-    resumed, progress = checkpoints.find()
+    progress = checkpoints.find()
 
     decayed = weight_decay_names(model)
     model = parallelize(model, config, device)
     optimizer = build_optimizer(model, decayed, config)
-    if resumed:
-        common.load_checkpoint(resumed, model, optimizer)
+    if checkpoints.last:
+        common.load_checkpoint(checkpoints.last, model, optimizer)
     elif config.init_from:
         common.load_weights(model, config.init_from)
     reference = None
@@ -1292,8 +1318,15 @@ def main() -> None:
         reference = parallelize(build_model(config, model_config), config, device)
         common.load_weights(reference, config.init_from)
 
-    run.begin(resumed, progress["step"])
-    if not resumed:
+    run.begin(
+        progress,
+        f"{config.prompts} prompts x {config.answers} answers a step, learning rate "
+        f"{config.learning_rate:g}",
+    )
+    # Forked children (of a reward) have to die of a signal that stops the run.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
+    if not checkpoints.last:
         evaluate(model, validation, 0, run)
     # Prompts and random numbers depend on the step number, so a resumed run needs no other state.
     for step in range(progress["step"] + 1, config.steps + 1):
@@ -1305,14 +1338,11 @@ def main() -> None:
         measured |= of_answers | {"learning_rate": learning_rate}
         progress = {"step": step, "tokens": progress["tokens"] + batch.num_targets}
         run.log_step(batch, aim="reward", **progress, **measured)
-        checkpoints.refuse_non_finite(step, measured)
-        stopping = run.should_stop()  # whether any rank received a signal
         if step % config.eval_every == 0 or step == config.steps:
-            # The best checkpoint is the one with the lowest.
-            progress["validation_loss"] = -evaluate(model, validation, step, run)
-        if step % config.checkpoint_every == 0 or step == config.steps or stopping:
+            evaluate(model, validation, step, run)
+        if step % config.checkpoint_every == 0 or step == config.steps or run.stopping:
             checkpoints.save(model, optimizer, progress)
-        if stopping:
+        if run.stopping:
             break
     checkpoints.wait()
 
@@ -1321,7 +1351,9 @@ def main() -> None:
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    run.finish(progress["step"], checkpoints.last, validation.prompt(), NEXT_COMMAND)
+    tokens, is_reference = validation.read(0)
+    prompt = tokens[: is_reference.argmax()]
+    run.finish(progress["step"], checkpoints.last, prompt, NEXT_COMMAND)
 
 
 if __name__ == "__main__":

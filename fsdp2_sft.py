@@ -23,14 +23,18 @@ The idea is ZeRO-3 (arXiv 1910.02054). Instruction tuning is described in arXiv 
 import ast
 import copy
 import gc
+import itertools
 import math
 import os
+import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import jinja2
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -85,8 +89,8 @@ SHAPES = {
 
 
 @dataclass(config=ConfigDict(allow_inf_nan=False))
-class Config(common.RunFlags):
-    """model, optimization and memory"""
+class Config(common.Flags):
+    """The flags of this script, after those that all scripts share."""
 
     # model
     model: str = flag("tiny", "tiny, qwen2-0.5b, or a directory or hub id with a config.json")
@@ -124,12 +128,17 @@ class Config(common.RunFlags):
         None, "learning rate at the end of the cosine decay; default: a tenth of the peak"
     )
     warmup_steps: NonNegativeInt = flag(20, "steps of linear warm-up")
+    decay_steps: PositiveInt | None = flag(
+        None, "decay over the last N steps only (warmup-stable-decay); default: after the warm-up"
+    )
     weight_decay: NonNegativeFloat = flag(
         0.1, "weight decay of matrices (embeddings, norms and biases have none)"
     )
     grad_clip: NonNegativeFloat = flag(1.0, "clip the gradient norm to this; 0 disables clipping")
     eval_every: PositiveInt = flag(200, "steps between validations")
-    eval_batches: PositiveInt = flag(256, "micro-batches of one validation, over all ranks")
+    eval_tokens: PositiveInt = flag(
+        500_000, "size of the validation set in tokens (whole conversations, the first by hash)"
+    )
 
     # precision, memory and speed
     precision: Literal["auto", "fp32", "bf16"] = flag(
@@ -147,7 +156,9 @@ class Config(common.RunFlags):
     dp_replicate: PositiveInt = flag(1, "replicas of the sharded model (HSDP)")
     cpu_offload: bool = flag(False, "keep parameters, gradients and optimizer state in CPU memory")
     reduce_every_micro_batch: bool = flag(
-        False, "reduce-scatter gradients after every micro-batch: less memory, more communication"
+        True,
+        "reduce-scatter gradients in every micro-batch. false: once per step, which needs memory "
+        "for a full set of gradients",
     )
 
     def __post_init__(self) -> None:
@@ -249,10 +260,12 @@ def read_message(message: dict) -> dict[str, str]:
     return {"role": ROLES.get(role, role), "content": content}
 
 
-def docstring_conversations(files: list[str], version: str) -> Iterator[dict]:
+def docstring_conversations(files: list[str]) -> Iterator[dict]:
     """Yield a conversation for each documented function: think, then write its docstring."""
-    for tree, _ in common.read_python(files):
-        for node in ast.walk(tree):
+    warnings.simplefilter("ignore", SyntaxWarning)
+    for file in files:
+        source = Path(file).read_text(encoding="utf-8", errors="replace")
+        for node in ast.walk(ast.parse(source)):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             docstring = ast.get_docstring(node)
@@ -355,10 +368,11 @@ def encode(
     return np.array(encoding.ids, np.uint32), in_loss
 
 
-def tokenize_conversation(
-    row: dict, tokenizer: common.Tokenizer
-) -> tuple[np.ndarray, np.ndarray, float]:
-    """Return the tokens of a conversation, which of them are in the loss, and no bytes of text.
+def tokenize_conversation(row: dict, tokenizer: common.Tokenizer) -> tuple:
+    """Tokenize a conversation, as `common.tokenize_text` does with a text.
+
+    What comes before the first answer decides on which side of the split a conversation is.
+    Otherwise a prompt with several answers would be on both.
 
     Raises:
         ValueError: why the conversation is left out.
@@ -376,7 +390,29 @@ def tokenize_conversation(
         text = message["role"] + message["content"]
         if any(token in text for token in forbidden if token.strip()):
             raise ValueError("spell out a special token")
-    return *encode(tokenizer, messages, answers), 0.0
+    prompt = itertools.takewhile(lambda message: message["role"] != "assistant", messages)
+    try:
+        return *encode(tokenizer, messages, answers), list(prompt), 0
+    except jinja2.TemplateError as problem:
+        raise ValueError(f"have no place in the chat template: {problem}") from problem
+
+
+def truncate(documents: common.Sequences, max_length: int) -> common.Sequences:
+    """Return the first `max_length` predictions of each conversation that keep a target token."""
+    index = documents.index.copy()
+    index.lengths = np.minimum(index.lengths, max_length)
+    cut = np.flatnonzero(documents.lengths > max_length)
+    found = common.Sequences(documents.documents, index)
+    for i in cut.tolist():
+        index.num_targets[i] = found.read(i)[1][1:].sum()
+    kept = index[index.num_targets > 0]
+    common.say(
+        f"{len(cut):,} of {len(index):,} conversations are cut to {max_length:,} tokens; "
+        f"{len(index) - len(kept):,} of these are left out, because no target token remains"
+    )
+    if len(kept) == 0:
+        common.refuse(f"--max_length {max_length} cuts off every answer; use a larger one")
+    return common.Sequences(documents.documents, kept)
 
 
 class ConversationBatches(common.Batches):
@@ -415,7 +451,7 @@ def init_process_group(config: Config) -> torch.device:
     return device
 
 
-def dp_rank_and_size(config: Config) -> tuple[int, int]:
+def dp_rank_and_size(config: Config) -> tuple:
     """Return this rank's index among the data-parallel ranks, and how many there are.
 
     Here every rank trains on its own micro-batches of the global batch.
@@ -447,7 +483,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         mesh = init_device_mesh(
             device.type, (config.dp_replicate, shards), mesh_dim_names=("replicate", "shard")
         )
-    options: dict[str, Any] = {"mesh": mesh}
+    options = {"mesh": mesh}
     if config.precision != "fp32":
         # Parameters are cast to bf16 as they are all-gathered, so blocks compute in bf16. The
         # shards and the optimizer state stay fp32. Reduce gradients in fp32 too. The default is
@@ -459,8 +495,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
     initialize(model, modules_outside_blocks(model), config.seed, device)
-    if model.config.tie_word_embeddings:
-        model.tie_weights()  # `initialize` gave each module memory of its own, which unties them
+    model.tie_weights()  # `initialize` gave each module memory of its own, which untied them
     # `fully_shard` claims only parameters that no submodule has claimed yet, so apply it bottom-up:
     # blocks first, then the root. With the root alone, all parameters would be gathered at once.
     for block in blocks:
@@ -512,7 +547,7 @@ def load_weights(
         parameter.copy_(distribute_tensor(weight, parameter.device_mesh, parameter.placements))
 
 
-def optimizer_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+def optimizer_parameters(model: nn.Module) -> list:
     """Return the parameters that this rank's optimizer updates, with their names.
 
     NOTE: call it after `parallelize`. An optimizer that was built before would hold the unsharded
@@ -526,8 +561,10 @@ def forward_backward(
 ) -> torch.Tensor:
     """Run forward and backward on all micro-batches; returns the loss summed over all ranks.
 
-    By default each rank accumulates unsharded gradients locally and reduce-scatters them once, on
-    the last micro-batch. This saves communication but needs memory for a full set of gradients.
+    FSDP reduce-scatters the gradients of every micro-batch, overlapped with its backward, so a rank
+    accumulates only its shard. With `--reduce_every_micro_batch false` it accumulates unsharded
+    gradients and reduce-scatters them once, on the last micro-batch. That saves communication but
+    needs memory for a full set of gradients.
     """
     # The loss of a step is the sum over all target tokens, divided by their number in the global
     # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
@@ -674,7 +711,7 @@ def document_attention(
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int = 0,
     **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple:
     """Causal attention within each document of a packed sequence, for `AttentionInterface`.
 
     SDPA would need a [length, length] mask, and would compute what the mask hides.
@@ -746,7 +783,7 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
     """
     if mode == "none":
         return
-    options: dict[str, Any] = {"use_reentrant": False}
+    options = {"use_reentrant": False}
     fraction = 1.0
     if mode == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
@@ -763,7 +800,7 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
             block.forward = recompute(block.forward)
 
 
-def keep_expensive(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def keep_expensive(_, operator: Any, *args, **kwargs) -> CheckpointPolicy:
     """Keep the results of matmuls, attention and collectives, and recompute the cheap rest."""
     expensive = ["mm.", "attention", "attn", "c10d"]  # in names such as aten.addmm.default
     if any(part in str(operator) for part in expensive):
@@ -793,6 +830,8 @@ def initialize(
     names = {module: name for name, module in model.named_modules()}
     for module in reversed(list(modules)):  # children first
         module.to_empty(device=device, recurse=False)
+        for parameter in module.parameters(recurse=False):
+            parameter.fill_(math.nan)  # a weight that nothing initializes fails in the first step
         torch.manual_seed(zlib.crc32(f"{seed} {names[module]}".encode()))
         # NOTE: this also rebuilds the rotary frequencies. They are a buffer that no checkpoint
         # holds, and `to_empty` leaves garbage in it.
@@ -821,6 +860,8 @@ def build_optimizer(model: nn.Module, decayed: set[str], config: Config) -> torc
     for name, parameter in optimizer_parameters(model):
         if parameter.requires_grad:
             (with_decay if name in decayed else without_decay).append(parameter)
+    trained = [p for _, p in optimizer_parameters(model) if p.requires_grad]
+    assert len({*with_decay, *without_decay}) == len(trained), "each parameter is in one group"
     groups = [
         {"params": with_decay, "weight_decay": config.weight_decay},
         {"params": without_decay, "weight_decay": 0.0},
@@ -839,10 +880,15 @@ def set_learning_rates(config: Config, num_parameters: int) -> None:
 
 
 def learning_rate_at(step: int, config: Config) -> float:
-    """Linear warm-up, then cosine decay to the minimum, which the last step reaches."""
+    """Linear warm-up, then cosine decay to the minimum, which the last step reaches.
+
+    With --decay_steps the rate stays at its peak until the decay (WSD, arXiv 2404.06395). So runs
+    of different lengths share their steps until the shorter one decays.
+    """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
-    progress = (step - config.warmup_steps) / (config.steps - config.warmup_steps)
+    begin = max(config.warmup_steps, config.steps - (config.decay_steps or config.steps))
+    progress = max(0, step - begin) / (config.steps - begin)
     cosine = (1 + math.cos(math.pi * progress)) / 2
     return config.min_learning_rate + cosine * (config.learning_rate - config.min_learning_rate)
 
@@ -861,18 +907,21 @@ def train_step(
     """Run one optimizer step; returns the mean loss of the global batch and the gradient norm."""
     total_loss = forward_backward(model, batch, config, device)
     grad_norm = clip_grad_norm(model, config.grad_clip or math.inf)
+    # `.item()` waits for the GPU. Do it once, and before the update: values that are not finite
+    # must not reach the weights.
+    measured = {"loss": total_loss.item() / batch.num_targets, "grad_norm": grad_norm.item()}
+    common.refuse_non_finite(batch.step, **measured)
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
     optimizer_step(model, optimizer)
-    # `.item()` synchronizes with the GPU, so do it last.
-    return {"loss": total_loss.item() / batch.num_targets, "grad_norm": grad_norm.item()}
+    return measured
 
 
 def evaluate(
     model: nn.Module, validation: common.Batches, config: Config, device: torch.device
 ) -> float:
     """Return the mean loss per target token in nats, on the same data for every world size."""
-    micro_batches = validation.evaluation(config.eval_batches, *dp_rank_and_size(config))
+    micro_batches = validation.evaluation(*dp_rank_and_size(config))
     model.eval()
     total = validation_loss(model, micro_batches, config, device)
     model.train()
@@ -889,11 +938,11 @@ def main() -> None:
     # first rank of a node does the work, and the others find it in the cache.
     tokenizer, known_ids = chat_tokenizer(config.tokenizer)
     documents = common.load_documents(config, COLUMNS, tokenize_conversation, tokenizer)
-    # Truncate before the split: conversations that lose their answers take no part in it.
-    sequences = documents.sequences(config.max_length, truncate=True)
-    training_sequences, validation_sequences = sequences.split()
-    make_batches = partial(ConversationBatches, config=config, padding_id=tokenizer.eos_token_id)
-    training, validation = make_batches(training_sequences), make_batches(validation_sequences)
+    # Split before truncating, so that the split does not depend on --max_length.
+    training, validation = (
+        ConversationBatches(truncate(part, config.max_length), config, tokenizer.eos_token_id)
+        for part in documents.split(config.eval_tokens)
+    )
     model_config = build_model_config(config, tokenizer, known_ids)
     if config.steps == 0:
         print("the data is prepared")
@@ -904,36 +953,37 @@ def main() -> None:
     set_learning_rates(config, model.num_parameters())
     run = common.Run(config, model, tokenizer, documents, device)
     checkpoints = common.Checkpoints(run)
-    resumed, progress = checkpoints.find()
+    progress = checkpoints.find()
 
     decayed = weight_decay_names(model)
     model = parallelize(model, config, device)
     optimizer = build_optimizer(model, decayed, config)
-    if resumed:
-        common.load_checkpoint(resumed, model, optimizer)
+    if checkpoints.last:
+        common.load_checkpoint(checkpoints.last, model, optimizer)
     elif config.init_from:
         load_weights(model, config.init_from, tokenizer, known_ids)
 
-    run.begin(resumed, progress["step"])
-    # The step number is the position in the data, so a resumed run needs no other data state.
+    rank, size = dp_rank_and_size(config)
     accumulation = config.global_batch_tokens // config.micro_batch_tokens  # over all ranks
-    batches = training.stream(
-        progress["step"], config.steps, accumulation, *dp_rank_and_size(config)
+    run.begin(
+        progress,
+        f"mesh {size} x {run.world_size // size}, {accumulation // size} micro-batches per rank "
+        f"and step, {config.global_batch_tokens:,} tokens, learning rate {config.learning_rate:g}",
     )
-    for step, batch in enumerate(batches, progress["step"] + 1):
+    # The step number is the position in the data, so a resumed run needs no other data state.
+    for batch in training.stream(progress["step"], config.steps, accumulation, rank, size):
+        step = batch.step
         torch.manual_seed(config.seed + step * run.world_size + run.rank)  # for dropout
         learning_rate = learning_rate_at(step, config)
         measured = train_step(model, optimizer, batch, learning_rate, config, device)
         progress = {"step": step, "tokens": progress["tokens"] + batch.num_targets}
         run.log_step(batch, **progress, **measured, learning_rate=learning_rate)
-        checkpoints.refuse_non_finite(step, measured)
-        stopping = run.should_stop()  # whether any rank received a signal
         if step % config.eval_every == 0 or step == config.steps:
-            progress["validation_loss"] = evaluate(model, validation, config, device)
-            run.log_validation(step, progress["validation_loss"], validation)
-        if step % config.checkpoint_every == 0 or step == config.steps or stopping:
+            loss = evaluate(model, validation, config, device)
+            run.log_validation(step, loss, validation)
+        if step % config.checkpoint_every == 0 or step == config.steps or run.stopping:
             checkpoints.save(model, optimizer, progress)
-        if stopping:
+        if run.stopping:
             break
     checkpoints.wait()
 
@@ -942,7 +992,9 @@ def main() -> None:
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    run.finish(progress["step"], checkpoints.last, validation_sequences.prompt(), NEXT_COMMAND)
+    tokens, in_loss = validation.sequences.read(0)
+    prompt = tokens[: in_loss.argmax()]  # up to the assistant's turn
+    run.finish(progress["step"], checkpoints.last, prompt, NEXT_COMMAND)
 
 
 if __name__ == "__main__":
