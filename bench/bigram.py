@@ -24,14 +24,16 @@ def main() -> None:
         np.add.at(counts, (ids[:-1], ids[1:]), 1)
     nats = -np.log(counts / counts.sum(axis=1, keepdims=True))
     total = num_targets = 0
-    for batch in data.validation.evaluation(config.eval_batches, 0, 1):
+    for batch in data.validation.evaluation(0, 1):
         is_target = batch["labels"] != common.IGNORED
         total += nats[
             batch["input_ids"][is_target].numpy(), batch["labels"][is_target].numpy()
         ].sum()
         num_targets += is_target.sum().item()
     loss = total / num_targets
-    bits = loss / np.log(2) * data.validation.tokens_per_byte(config.eval_batches)
+    index = data.validation.sequences.index
+    num_bytes = index.num_bytes[index.start == 0].sum()
+    bits = loss / np.log(2) * num_targets / num_bytes
     print(f"byte-bigram model: validation loss {loss:.4f}, {bits:.4f} bits per byte")
 
 

@@ -113,7 +113,7 @@ def prepare_pretraining(folder: Path, steps: int) -> dict[str, Any]:
 def prepare_fine_tuning(folder: Path, steps: int) -> dict[str, Any]:
     """Write conversations, a tokenizer with our template, and the conversations we train on."""
     conversations = []
-    for row in fsdp2_sft.docstring_conversations(common.standard_library_files(), ""):
+    for row in fsdp2_sft.docstring_conversations(common.standard_library_files()):
         texts = {"system": row["system"], "user": row["prompt"], "assistant": row["completion"]}
         text = "".join(texts.values())
         # Transformers' mask, which TRL uses, leaves out the last bytes of what is not ASCII.

@@ -26,7 +26,6 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -570,7 +569,10 @@ def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
         share = tokens * shape.hidden_size * size * (ranks - 1) / ranks
         # Embedding and head: one each way. All-reduced: three numbers per token for the loss, and
         # the gradients of the norms' weights.
-        norms = (2 * blocks + 1) * shape.hidden_size * 4
+        norms = (2 * blocks + 1) * shape.hidden_size
+        # Gradients that accumulate are fp32.
+        every = reduces_every_micro_batch(config) or report.micro_batches == 1
+        norms *= report.micro_batches * size if every else 4
         ends = 4 * share + 2 * (3 * 4 * tokens + norms) * (ranks - 1) / ranks
         times = "(8L+3R)" if again else "8L"
         return (8 * blocks + 3 * again) * share, f" + {times}kA(T-1)/T", ends
@@ -748,9 +750,9 @@ def next_step(script: Any, config: Any) -> tuple[Any, Any, str] | None:
     if half >= config.max_length and not odd:
         config.micro_batch_tokens = half  # and twice as many of them
         return script, config, f"--micro_batch_tokens {half}"
-    if hasattr(config, "reduce_every_micro_batch") and not config.reduce_every_micro_batch:
+    if not getattr(config, "reduce_every_micro_batch", True):
         config.reduce_every_micro_batch = True
-        return script, config, "--reduce_every_micro_batch"
+        return script, config, "--reduce_every_micro_batch true"
     if hasattr(config, "cpu_offload") and not config.cpu_offload:
         config.cpu_offload = True
         return script, config, "--cpu_offload"
@@ -786,7 +788,10 @@ def main() -> None:
     if options.rank >= options.ranks:
         common.refuse(f"--rank {options.rank}: the {options.ranks} ranks are counted from 0")
     be_rank(options.rank, options.ranks, options.ranks_per_node)
-    script = importlib.import_module(Path(options.script).stem)
+    # Import all before parsing, because HfArgumentParser changes the types of the fields that they
+    # share: a script that is imported later would refuse None.
+    scripts = {f"{name}.py": importlib.import_module(name) for name in SCRIPTS}
+    script = scripts[options.script]
     defaults = {field.name: field.default for field in dataclasses.fields(script.Config)}
     micro = options.micro_batch_tokens or defaults["micro_batch_tokens"]
     precision = "bf16" if options.precision in (None, "auto") else options.precision

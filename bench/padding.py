@@ -43,8 +43,9 @@ def main() -> None:
     rng = np.random.default_rng(0)
     length = np.minimum(rng.lognormal(5.5, 1, documents).astype(np.int64) + 1, 2048)
     for batching in ("bucketed", "packed"):
+        config = common.Flags(batching=batching, micro_batch_tokens=8192)
         started = time.perf_counter()
-        common.plan_epoch(length, batching, 8192, 1, seed=0, epoch=0)
+        common.plan_epoch(length, config, epoch=0)
         print(f"plan of {documents:,} documents, {batching}: {time.perf_counter() - started:.1f} s")
 
 

@@ -127,10 +127,8 @@ def load_data(script: Any, config: Any, kind: type | None = None) -> SimpleNames
         columns, function = [config.text_column], common.tokenize_text
         model_config = script.build_model_config(config, tokenizer)
     documents = common.load_documents(config, columns, function, tokenizer)
-    if hasattr(script, "chat_tokenizer"):
-        parts = documents.sequences(config.max_length, truncate=True).split()
-    else:
-        parts = [part.sequences(config.max_length) for part in documents.split()]
+    shorten = getattr(script, "truncate", common.Sequences.sequences)
+    parts = [shorten(part, config.max_length) for part in documents.split(config.eval_tokens)]
     training, validation = (kind(part, config, tokenizer.eos_token_id) for part in parts)
     return SimpleNamespace(
         tokenizer=tokenizer,
@@ -147,8 +145,7 @@ def build(script: Any, config: Any, model: Any, device: Any) -> tuple[Any, Any]:
     Args:
         model: of `build_model`, on the meta device.
     """
-    if hasattr(script, "set_learning_rates"):
-        script.set_learning_rates(config, model.num_parameters())
+    script.set_learning_rates(config, model.num_parameters())
     decayed = script.weight_decay_names(model)
     model = script.parallelize(model, config, device)
     return model, script.build_optimizer(model, decayed, config)
@@ -208,9 +205,10 @@ class Session:
         import torch
 
         config, run = self.config, self.run()
-        run.begin(None, 0)
+        run.begin({"step": 0, "metrics_bytes": 0}, "as in a benchmark")
         tokens = 0
-        for step, batch in enumerate(self.batches(0, config.steps), 1):
+        for batch in self.batches(0, config.steps):
+            step = batch.step
             torch.manual_seed(config.seed + step * run.world_size + run.rank)
             learning_rate = self.script.learning_rate_at(step, config)
             measured = self.script.train_step(
@@ -218,7 +216,6 @@ class Session:
             )
             tokens += batch.num_targets
             run.log_step(batch, step=step, tokens=tokens, **measured, learning_rate=learning_rate)
-            run.should_stop()
             yield batch, measured["loss"]
 
     def close(self) -> None:
