@@ -31,10 +31,10 @@ SMALL = {
     "max_length": 512,
     "micro_batch_tokens": 512,
     "global_batch_tokens": 4096,
-    "eval_batches": 3,
+    "eval_tokens": 1500,
     "warmup_steps": 1,
 }
-RUN_FLAGS = {**SMALL, "steps": 4, "eval_every": 2, "eval_batches": 100, "learning_rate": 0.01}
+RUN_FLAGS = {**SMALL, "steps": 4, "eval_every": 2, "eval_tokens": 50_000, "learning_rate": 0.01}
 RUN_FLAGS |= {"grad_clip": 0, "tokenizer": "bytes", "min_learning_rate": 4e-4}
 
 
@@ -71,7 +71,7 @@ def texts() -> list[str]:
     import common
 
     files = common.standard_library_files()[:60]
-    documents = [d["text"] for d in common.standard_library_documents(files, "")]
+    documents = [d["text"] for d in common.standard_library_documents(files)]
     rng = np.random.default_rng(0)
     chosen = rng.permutation(len(documents))[:300]
     return [documents[i][: int(rng.integers(20, 900))] for i in chosen]

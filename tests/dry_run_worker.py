@@ -55,7 +55,7 @@ def really(script, config, vocabulary: int) -> dict:
 
 def main() -> None:
     given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
-    ddp_pretrain.init_process_group(ddp_pretrain.Config())
+    ddp_pretrain.init_process_group(ddp_pretrain.Config(micro_batch_tokens=512))
     gc.freeze()  # collections need not look at what exists now
     seen = {}
     for case, (name, flags) in json.loads(given["--cases"]).items():

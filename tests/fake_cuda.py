@@ -428,7 +428,7 @@ def run(script: Any, flags: dict[str, Any]) -> dict[str, Any]:
                 sample(script, model, config, device)
                 seen |= {"validation": {}, "sampling": dict(SEEN)}
             else:
-                config.eval_batches = 8
+                batches.plan = lambda _: plan[: 8 * share[1]]
                 script.evaluate(model, batches, config, device)
                 seen["validation"] = dict(SEEN)
     finally:
@@ -441,29 +441,28 @@ def threads() -> dict[str, Any]:
     set_device(RANK)
     dist.new_group = lambda **_: None
     of_run = types.SimpleNamespace(
-        directory=Path("nowhere"), timeout=None, device=torch.device("cuda", RANK)
+        directory=Path("nowhere"), rank=RANK, device=torch.device("cuda", RANK)
     )
     checkpoints = common.Checkpoints(of_run)
-
-    def current() -> int:
-        return torch.cuda.current_device()
-
-    return {
-        "plain": ThreadPoolExecutor(1).submit(current).result(),
-        "ours": checkpoints.thread.submit(current).result(),
-    }
+    devices = []
+    dist.barrier = lambda *_: devices.append(torch.cuda.current_device())
+    # It ends after the barrier, because nobody has created the directory.
+    error = checkpoints.thread.submit(checkpoints.write, {}, {"step": 1}).exception()
+    assert isinstance(error, common.Refusal) and "same directory" in str(error)
+    plain = ThreadPoolExecutor(1).submit(torch.cuda.current_device).result()
+    return {"plain": plain, "ours": devices[0]}
 
 
 def starts(script: Any) -> dict[str, Any]:
     """Return the error on a machine with one GPU, and the precision on an old GPU."""
     fake_cuda(gpus=1)
     try:
-        script.init_process_group(script.Config())
+        script.init_process_group(script.Config(micro_batch_tokens=512))
         said = ""
     except common.Refusal as refusal:
         said = str(refusal)
     fake_cuda(capability=(7, 5))
-    return {"one GPU": said, "old GPU": script.Config().precision}
+    return {"one GPU": said, "old GPU": script.Config(micro_batch_tokens=512).precision}
 
 
 def see(asked: tuple[str, Any]) -> dict[str, Any]:

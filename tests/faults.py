@@ -7,6 +7,7 @@ returns.
 
 import errno
 import functools
+import gc
 import importlib
 import json
 import multiprocessing
@@ -39,8 +40,11 @@ def read_only() -> None:
 
 def stop_a_child() -> None:
     """Fork a child and terminate it, as a `reward` that uses `multiprocessing` does."""
-    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    context = multiprocessing.get_context("fork")
+    runs = context.Event()
+    child = context.Process(target=lambda: (runs.set(), time.sleep(60)))
     child.start()
+    runs.wait(60)
     child.terminate()
     child.join(20)
     if child.exitcode != -signal.SIGTERM:
@@ -52,18 +56,29 @@ def send(*signals: int) -> Callable[[], None]:
     return lambda: [os.kill(os.getpid(), number) for number in signals] and None
 
 
+def say_memory() -> None:
+    """Print resident memory, Python's objects, and whether Python collects garbage by itself."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    objects = len(gc.get_objects())
+    print(f"memory: {pages} pages, {objects} objects, automatic {gc.isenabled()}", flush=True)
+
+
 ACTIONS: dict[str, Callable[[], None]] = {
     "kill": send(signal.SIGKILL),
     "freeze": send(signal.SIGSTOP),
     "terminate": send(signal.SIGTERM),
     "interrupt": send(signal.SIGINT),
     "interrupt twice": send(signal.SIGINT, signal.SIGINT),
+    "hang up": send(signal.SIGHUP),
     "raise": fail,
+    "nap": lambda: time.sleep(2),
     "sleep": lambda: time.sleep(10_000),
     "limit file size": limit_file_size,
     "read only": read_only,
     "change directory": lambda: os.chdir("/"),
     "stop a child": stop_a_child,
+    "say memory": say_memory,
+    "collect garbage automatically": gc.enable,
 }
 
 

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import datasets  # noqa: E402, F401
 import torch  # noqa: E402
 import transformers  # noqa: E402
+import transformers.pipelines  # noqa: E402, F401
 from conftest import HANGS  # noqa: E402
 
 
@@ -102,8 +103,6 @@ def main() -> None:
             importlib.import_module(script.stem)
     warm_up()
     generate = transformers.GenerationMixin.generate
-    # A sample would use all cores, and threads that spin are in the way of other tests' ranks.
-    torch.set_num_threads = lambda number: None
     # The sample at the end of a run is shorter here.
     transformers.GenerationMixin.generate = lambda *words, **options: generate(
         *words, **options | {"max_new_tokens": 8}

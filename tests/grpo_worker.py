@@ -10,7 +10,6 @@ import os
 import sys
 import zlib
 from collections.abc import Iterator
-from datetime import timedelta
 from functools import partialmethod
 from pathlib import Path
 from types import SimpleNamespace
@@ -138,12 +137,12 @@ def run(flags: dict[str, Any], device: torch.device) -> dict[str, Any]:
     config = script.Config(**flags)
     tokenizer = script.chat_tokenizer(config.tokenizer)
     documents = common.load_documents(config, script.COLUMNS, script.tokenize_prompt, tokenizer)
-    training, validation = script.leave_out_long(documents, config).split()
+    training, validation = (script.leave_out_long(part, config) for part in documents.split())
     model_config = script.build_model_config(config, tokenizer)
     model = script.build_model(config, model_config)
+    script.set_learning_rates(config, 1)
     decayed = script.weight_decay_names(model)
     model = script.parallelize(model, config, device)
-    script.set_learning_rates(config, 1)
     optimizer = script.build_optimizer(model, decayed, config)
     common.load_weights(model, config.init_from)
     reference = None
@@ -152,7 +151,7 @@ def run(flags: dict[str, Any], device: torch.device) -> dict[str, Any]:
         common.load_weights(reference, config.init_from)
     plumbing = SimpleNamespace(
         config=config, tokenizer=tokenizer, device=device, stop_requested=0,
-        log=lambda line: None, timeout=timedelta(minutes=1),
+        log=lambda line: None,
     )  # fmt: skip
     measured = []
     with mock.patch.multiple(script, **{name: getattr(watched, name) for name in WATCHED}):

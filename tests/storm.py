@@ -21,16 +21,15 @@ from faults import run  # noqa: E402
 from forked import join, start, warm_up  # noqa: E402
 
 RANKS = 2
-# Calls while a checkpoint is written and published, and how often rank 0 and rank 1 make them.
+# Calls while a run begins or writes a checkpoint, and how often rank 0 and rank 1 make them.
 PLACES = [
     ("Checkpoints.write", 1, 1),
     ("torch.distributed.checkpoint.FileSystemWriter.write_data", 2, 2),
     ("torch.distributed.checkpoint.FileSystemWriter.finish", 1, 0),
-    ("sum_of", 9, 2),
-    ("os.sync", 2, 0),
+    ("sync_to_disk", 11, 0),
     ("Path.rename", 2, 0),
-    ("Checkpoints.complete", 1, 0),
     ("shutil.rmtree", 2, 0),
+    ("Run.open_files", 1, 0),
     ("Run.log_step", 3, 3),
 ]
 

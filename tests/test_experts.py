@@ -6,8 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import EXPERTS, RUN_FLAGS, SIZES, SMALL, launch, metrics, small_mixture
 from safetensors.torch import load_file
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import (
     AutoModelForCausalLM,
     Ernie4_5_MoeConfig,
@@ -126,6 +128,46 @@ def test_a_resumed_run_continues_with_the_same_biases(run, mixture_directory, re
         assert [line[key] for line in lines] == [line[key] for line in again]
     one, other = ((each / "hf/model.safetensors").read_bytes() for each in (full, resumed))
     assert one == other
+
+
+# --- Order of collectives -------------------------------------------------------------------------
+
+
+def test_all_gathers_are_issued_before_the_host_waits(tmp_path, monkeypatch):
+    """A block's experts and the next block are all-gathered from when the block begins.
+
+    The dispatch waits for the GPU. All-gathers that the CPU issues after it overlap with less.
+    """
+    small_mixture(num_hidden_layers=3).save_pretrained(tmp_path)
+    issued: list[str] = []
+
+    def unshard(state: FSDPParamGroup, async_op: bool = False) -> None:
+        if state._all_gather_result is None and not state.is_unsharded:
+            issued.extend(re.findall("layers[.](.*)", state._module_fqn))  # not the root
+        all_gather(state, async_op)
+
+    def exchange(*words):
+        issued.append("wait")
+        return exchange_counts(*words)
+
+    all_gather, exchange_counts = FSDPParamGroup.unshard, script.exchange_counts
+    monkeypatch.setattr(FSDPParamGroup, "unshard", unshard)
+    monkeypatch.setattr(script, "exchange_counts", exchange)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        config = script.Config(model=str(tmp_path), expert_parallel=1, **SMALL)
+        model = script.parallelize(build(str(tmp_path), initialized=False), config, CPU)
+        for block in script.transformer_blocks(model):
+            block.self_attn.register_forward_pre_hook(lambda *_: issued.append("attention"))
+        ids = torch.arange(60).view(2, 30)
+        model(input_ids=ids, labels=ids)
+    finally:
+        dist.destroy_process_group()
+    assert issued == [
+        *("0", "0.mlp.experts", "1", "attention", "wait"),
+        *("1.mlp.experts", "2", "attention", "wait"),
+        *("2.mlp.experts", "attention", "wait"),
+    ]
 
 
 # --- Files that hold experts one by one, as on the hub --------------------------------------------

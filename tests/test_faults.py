@@ -1,5 +1,6 @@
 """What a run must survive: signals, dead, failing and stalled ranks, full disks, damaged files."""
 
+import copy
 import importlib
 import json
 import math
@@ -10,9 +11,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -22,7 +22,6 @@ import torch.distributed as dist
 from conftest import (
     HANGS,
     ROOT,
-    SCRIPTS,
     SMALL,
     arguments,
     launch,
@@ -34,6 +33,7 @@ from conftest import (
 from grid import share
 
 import common  # conftest has put it on the path
+import fsdp2_pretrain
 
 FLAGS = {**SMALL, "global_batch_tokens": 2048, "eval_every": 4, "checkpoint_every": 2, "steps": 8}
 FLAGS["keep_checkpoints"] = 3
@@ -96,14 +96,14 @@ def test_signals_in_every_phase_lose_nothing(flags, whole, tmp_path):
     phases = [
         ({"call": "Run.log_step", "number": 3, "rank": 1, "do": "interrupt twice"}, 3),
         ({"call": "Run.log_validation", "rank": 0, "do": "terminate"}, 5),  # of step 4
-        ({"call": "Checkpoints.complete", "rank": 0, "do": "interrupt twice"}, 7),  # of step 6
+        ({"call": "sync_to_disk", "rank": 0, "do": "hang up"}, 7),  # of step 6
     ]
     for fault, step in phases:
         done = faulty(2, [fault], flags)
         assert (done.returncode, done.stderr) == (0, ""), fault
         last = done.stdout.splitlines()[-1]
         saved = f"stopped after step {step}, saved in {tmp_path}/checkpoints/step_0000000{step}"
-        assert last == f"{saved}; rerun the same command to continue"
+        assert last == f"{saved}; rerun the same command with --resume auto to continue"
         assert kept(tmp_path)[-1] == f"step_0000000{step}"
         assert not (tmp_path / "hf").exists()
     done = launch(2, "fsdp2_pretrain.py", flags)
@@ -117,24 +117,13 @@ def test_signals_in_every_phase_lose_nothing(flags, whole, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "do, code, message",
-    [
-        ("terminate", -signal.SIGTERM, ""),
-        ("interrupt", 1, "error: rank 0 was interrupted before its first step\n"),
-    ],
+    "do, number", [("terminate", signal.SIGTERM), ("interrupt", signal.SIGINT)]
 )
-def test_a_signal_before_the_first_step_ends_the_start(flags, tmp_path, do, code, message):
+def test_a_signal_before_the_first_step_ends_the_start(flags, tmp_path, do, number):
     fault = {"call": "load_documents", "do": do}
     done = faulty(0, [fault], flags | {"run_dir": tmp_path / "run"})
-    assert (done.returncode, done.stderr) == (code, message)
+    assert (done.returncode, done.stderr) == (-number, "")
     assert not (tmp_path / "run").exists()
-
-
-def test_a_child_that_a_rank_forks_ends_on_a_signal(flags, tmp_path):
-    """The rank itself saves first. A child with the same handlers would go on forever."""
-    fault = {"call": "Run.log_step", "do": "stop a child"}
-    done = faulty(0, [fault], flags | {"run_dir": tmp_path, "steps": 1})
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -199,12 +188,11 @@ def frozen(flags, tmp_path_factory):
 @pytest.mark.drill
 @pytest.mark.usefixtures("frozen")
 def test_restarts_by_torchrun_resume_from_the_newest_checkpoint(flags, whole, tmp_path):
-    """Even with --resume never, which is meant for the first start only."""
     faults = [
         {"call": "Run.log_step", "number": 5, "rank": 1, "restart": 0, "do": "kill"},
         {"call": "Run.log_step", "number": 3, "rank": 0, "restart": 1, "do": "raise"},
     ]
-    flags = flags | {"run_dir": tmp_path, "resume": "never"}
+    flags = flags | {"run_dir": tmp_path}
     variables = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # as in docs/runs.md
     done = faulty_under_torchrun(faults, flags, "--max-restarts=3", **variables)
     assert done.returncode == 0, done.stderr
@@ -270,7 +258,7 @@ def ranks_of(launcher: subprocess.Popen) -> list[int]:
 @pytest.mark.drill
 @pytest.mark.parametrize("moment", ["importing", "training"])
 def test_ranks_of_a_killed_launcher_end(flags, tmp_path, moment):
-    """Ranks that are training save first."""
+    """Ranks that are training save first. Those that import torch find that it is gone."""
     run_dir = tmp_path / "run"
     words = arguments(flags | {"run_dir": run_dir, "steps": 10**7, "checkpoint_every": 10**7})
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -290,7 +278,7 @@ def test_ranks_of_a_killed_launcher_end(flags, tmp_path, moment):
         step = metrics(run_dir)[0][-1]["step"]
         assert kept(run_dir) == [f"step_{step:08d}"] and f"stopped after step {step}" in said
     else:
-        assert "the launcher of this rank has died" in said and not run_dir.exists()
+        assert not said and not run_dir.exists()
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.drill)])
@@ -328,6 +316,38 @@ def test_two_runs_in_one_directory(flags, tmp_path):
         first.wait()
 
 
+# --- A loss that is not finite --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("loss, norm", [(math.nan, 1.0), (1.0, math.inf)])
+def test_what_is_not_finite_does_not_reach_the_weights(
+    make_checkpoints, tmp_path, monkeypatch, loss, norm
+):
+    """A checkpoint that is being written meanwhile becomes complete."""
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoints = make_checkpoints(async_checkpoint=True)
+    write = checkpoints.write
+    monkeypatch.setattr(checkpoints, "write", lambda *state: time.sleep(0.5) or write(*state))
+    checkpoints.save(model, optimizer, {"step": 1})
+
+    def forward_backward(*_) -> torch.Tensor:
+        model(torch.ones(3)).backward()
+        return torch.tensor(loss)
+
+    monkeypatch.setattr(fsdp2_pretrain, "forward_backward", forward_backward)
+    monkeypatch.setattr(fsdp2_pretrain, "clip_grad_norm", lambda *_: torch.tensor(norm))
+    monkeypatch.setattr(common.Run, "current", SimpleNamespace(checkpoints=checkpoints))
+    before = copy.deepcopy(model.state_dict())
+    batch = common.GlobalBatch([], 1, 1, 0, 0.0, step=2)
+    config = SimpleNamespace(grad_clip=1.0)
+    with pytest.raises(common.Refusal, match="step 2: the loss .* is not finite; lower"):
+        fsdp2_pretrain.train_step(model, optimizer, batch, 1.0, config, torch.device("cpu"))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert kept(tmp_path) == ["step_00000001"]
+    common.load_checkpoint(tmp_path / "checkpoints/step_00000001", model, optimizer)
+
+
 # --- Disks ----------------------------------------------------------------------------------------
 
 
@@ -339,7 +359,7 @@ def test_a_disk_that_cannot_be_written(flags, tmp_path, background, do):
     """It is full when rank 1 writes its shards, or broken when rank 0 completes a checkpoint."""
     fault = {"call": "Run.log_validation", "rank": 1, "do": do}
     if do == "read only":
-        fault = {"call": "Checkpoints.complete", "number": 2, "rank": 0, "do": do}
+        fault = {"call": "sync_to_disk", "number": 14, "rank": 0, "do": do}  # of step 4
     flags = flags | {"run_dir": tmp_path, "async_checkpoint": background}
     done = faulty(2, [fault], flags)
     assert done.returncode == 1
@@ -347,9 +367,8 @@ def test_a_disk_that_cannot_be_written(flags, tmp_path, background, do):
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and "Traceback" not in done.stderr, done.stderr
     assert f"error: cannot write {tmp_path}/checkpoints/step_00000004" in errors[0]
-    assert f"({tmp_path}/checkpoints/step_00000002 is intact)" in errors[0]
+    assert f"(the newest checkpoint is {tmp_path}/checkpoints/step_00000002)" in errors[0]
     assert [name for name in kept(tmp_path) if not name.endswith(".tmp")] == ["step_00000002"]
-    assert not common.damage(tmp_path / "checkpoints/step_00000002")
 
 
 def test_a_full_disk_at_the_end_keeps_the_last_checkpoint(flags, whole, tmp_path):
@@ -358,8 +377,8 @@ def test_a_full_disk_at_the_end_keeps_the_last_checkpoint(flags, whole, tmp_path
     done = faulty(2, [fault], flags)
     assert done.returncode == 1
     [line] = done.stderr.splitlines()
-    intact = f"{tmp_path}/checkpoints/step_00000008 is intact"
-    assert line.startswith(f"error: cannot write {tmp_path}/hf ({intact}): ")
+    complete = f"{tmp_path}/checkpoints/step_00000008 is complete"
+    assert line.startswith(f"error: cannot write {tmp_path}/hf ({complete}): ")
     assert not (tmp_path / "hf").exists()
     done = launch(2, "fsdp2_pretrain.py", flags)
     assert (done.returncode, done.stderr) == (0, "")
@@ -383,80 +402,83 @@ def test_a_change_of_directory_does_not_move_the_run(flags, whole, tmp_path):
 
 
 def harm(checkpoint: Path, name: str, how: str) -> None:
-    file = next(checkpoint.rglob(name))
-    data = bytearray(file.read_bytes())
-    if how == "missing":
-        file.unlink()
-        return
-    if how == "flipped":
-        data[len(data) // 2] ^= 1
-    file.write_bytes(data[: len(data) // 2] if how == "truncated" else data)
+    file = checkpoint / name
+    data = file.read_bytes()
+    file.unlink()
+    if how == "truncated":
+        file.write_bytes(data[: len(data) // 2])
 
 
-@pytest.mark.parametrize("how", ["missing", "truncated", "flipped"])
-@pytest.mark.parametrize(
-    "name", ["__1_0.distcp", ".metadata", "checkpoint.json", "config.json", "tokenizer.json"]
-)
-def test_damage_is_noticed(copied, name, how):
-    path = copied / "checkpoints/step_00000006"
-    assert not common.damage(path)
-    harm(path, name, how)
-    assert common.damage(path)
-
-
-def test_a_file_that_cannot_be_read_is_damage(copied, monkeypatch):
-    def fails(file: Path) -> str:
-        raise PermissionError(13, "Permission denied", str(file))
-
-    monkeypatch.setattr(common, "sum_of", fails)
-    assert "Permission denied" in common.damage(copied / "checkpoints/step_00000006")
-
-
-def test_the_newest_checkpoint_may_be_named_in_another_way(flags, copied):
-    path = copied / "checkpoints" / ".." / "checkpoints/step_00000006"
-    done = launch(0, "fsdp2_pretrain", flags | {"run_dir": copied, "resume": path})
-    assert (done.returncode, done.stderr) == (0, "")
-    assert f"resuming from {path}" in done.stdout
-
-
-def test_auto_resumes_from_the_newest_undamaged_checkpoint(flags, whole, copied):
+@pytest.mark.parametrize("how", ["missing", "truncated"])
+@pytest.mark.parametrize("name", ["__1_0.distcp", ".metadata", "checkpoint.json"])
+def test_a_checkpoint_that_cannot_be_loaded_ends_the_start_in_one_line(flags, copied, name, how):
     newest = copied / "checkpoints/step_00000006"
-    harm(newest, "__0_0.distcp", "flipped")
+    harm(newest, name, how)
+    before = tree(copied)
+    done = launch(2, "fsdp2_pretrain.py", flags | {"run_dir": copied})
+    [line] = done.stderr.splitlines()
+    if name == "checkpoint.json":
+        assert line.startswith(f"error: {newest} is not a complete checkpoint: ")
+    else:
+        assert line.startswith(f"error: {newest} of torch ")
+        assert "cannot be loaded (remove it?): " in line
+    assert 2 in done.codes and tree(copied) == before
+
+
+def test_a_run_goes_on_once_a_damaged_checkpoint_is_removed(flags, whole, copied):
+    shutil.rmtree(copied / "checkpoints/step_00000006")
     (copied / "checkpoints/step_00000007.tmp").mkdir()
     done = launch(2, "fsdp2_pretrain.py", flags | {"run_dir": copied})
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"{newest} is damaged or not a checkpoint: model/__0_0.distcp" in done.stdout
     assert losses(copied) == losses(whole) and same(copied, whole)
     assert kept(copied) == ["step_00000004", "step_00000006", "step_00000008"]
 
 
-def test_what_a_resume_refuses(flags, texts, copied, tmp_path):
-    newest, harmed = copied / "checkpoints/step_00000006", tmp_path / "harmed"
-    shutil.copytree(newest, harmed)
-    harm(harmed, "__1_0.distcp", "flipped")
+@pytest.mark.parametrize("call", ["Run.open_files", "Run.log"])
+def test_a_start_that_is_killed_before_its_first_line_loses_none(flags, whole, copied, call):
+    """It has dropped the lines of later steps, and hf/, which is that of later steps too."""
+    fault = {"call": call, "after": call == "Run.open_files", "do": "kill"}
+    done = faulty(0, [fault], flags | {"run_dir": copied})
+    assert done.returncode == -signal.SIGKILL
+    before = (whole / "metrics.jsonl").read_bytes()
+    step_6 = before[
+        : common.read_description(copied / "checkpoints/step_00000006")["metrics_bytes"]
+    ]
+    assert json.loads(step_6.splitlines()[-1])["step"] == 6
+    assert (copied / "metrics.jsonl").read_bytes() == step_6
+    assert not (copied / "hf").exists()
+    done = launch(2, "fsdp2_pretrain.py", flags | {"run_dir": copied})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (copied / "metrics.jsonl").read_bytes().startswith(step_6)
+    assert losses(copied) == losses(whole) and same(copied, whole)
+
+
+def test_what_a_resume_refuses(flags, texts, weights_directory, copied, tmp_path):
+    newest = copied / "checkpoints/step_00000006"
     other = tmp_path / "other.jsonl"
     other.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[1:]))
     flags = flags | {"resume": newest, "run_dir": tmp_path / "new"}
-    tokenizer = f"--tokenizer bytes (now {newest}/hf)"
     cases = [
-        ({"resume": harmed}, "no undamaged checkpoint; use another --run_dir to start"),
-        ({"resume": tmp_path}, "no undamaged checkpoint; use another --run_dir to start"),
-        ({"dataset": other}, f"--dataset {flags['dataset']} (now {other});"),
-        ({"model": "tiny"}, f"--model {flags['model']} (now tiny);"),
+        ({"resume": tmp_path}, f"{tmp_path} is not a complete checkpoint: "),
+        ({"dataset": other}, "was written with model_tokenizer_data "),
+        ({"model": "tiny"}, "was written with model_tokenizer_data "),
+        (
+            {"init_from": weights_directory, "tokenizer": "bytes"},
+            f"was written with init_from None (now {weights_directory});",
+        ),
         (
             {"seed": 5, "batching": "packed"},
-            "--batching bucketed (now packed), --seed 0 (now 5); resume with the same, or",
+            "batching bucketed (now packed), seed 0 (now 5); resume with the same, or",
         ),
-        ({"max_length": 256}, "--max_length 512 (now 256);"),
-        ({"global_batch_tokens": 4096}, "--global_batch_tokens 2048 (now 4096);"),
-        ({"tokenizer": newest / "hf", "dataset": other}, tokenizer),
+        ({"max_length": 256}, "max_length 512 (now 256);"),
+        ({"global_batch_tokens": 4096}, "global_batch_tokens 2048 (now 4096);"),
         (
             {"run_dir": copied, "resume": copied / "checkpoints/step_00000004"},
-            "holds a run that this start does not resume; use another",
+            "is neither empty nor a run that this start resumes: use another",
         ),
         (
             {"run_dir": copied, "resume": "never"},
-            "holds a run that this start does not resume; use another",
+            "is neither empty nor a run that this start resumes: use another",
         ),
     ]
     before = tree(copied)
@@ -471,26 +493,24 @@ def test_what_a_resume_refuses(flags, texts, copied, tmp_path):
 def test_a_refused_start_changes_nothing(flags, weights_directory, tmp_path):
     """The directory has metrics of a run that died early, and the weights do not fit."""
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 1.0}\n')
-    facts = {"flags": {"checkpoint_every": 2, "async_checkpoint": False}}
-    (tmp_path / "config.json").write_text(json.dumps(facts))
+    (tmp_path / "config.json").write_text('{"checkpoint_every": 2}')
     before = tree(tmp_path)
     start = {"init_from": weights_directory, "model": "tiny", "tokenizer": "bytes"}
     done = launch(2, "fsdp2_pretrain", flags | start | {"run_dir": tmp_path})
-    assert done.returncode == 1 and "error: --init_from" in done.stderr, done.stderr
+    assert 2 in done.codes and "error: --init_from" in done.stderr, done.stderr
     assert tree(tmp_path) == before
 
 
 def test_copies_with_other_names_stay(flags, whole, copied):
-    """They are not checkpoints. One with the name of another step is said and skipped."""
+    """They are not checkpoints."""
     folder = copied / "checkpoints"
     strange = {"step_00000006_1", "step_00000006 (copy)", "step_6"}
-    for name in strange | {"step_00000007"}:
+    for name in strange:
         shutil.copytree(folder / "step_00000006", folder / name)
     done = launch(2, "fsdp2_pretrain.py", flags | {"run_dir": copied, "keep_checkpoints": 1})
     assert (done.returncode, done.stderr) == (0, "")
-    assert f"{folder}/step_00000007 is damaged or not a checkpoint" in done.stdout
     assert losses(copied) == losses(whole) and same(copied, whole)
-    assert strange | {"step_00000007", "step_00000008"} == set(kept(copied))
+    assert strange | {"step_00000008"} == set(kept(copied))
 
 
 # --- Checkpoints move -----------------------------------------------------------------------------
@@ -558,13 +578,85 @@ def test_the_weight_decay_of_a_resumed_run_is_its_flag(flags, whole, tmp_path):
     assert not same(tmp_path / "0.1", tmp_path / "0.5")
 
 
-def test_wandb_continues_the_same_run(flags, tmp_path):
-    flags = flags | {"run_dir": tmp_path, "wandb_project": "test", "steps": 4}
-    fault = {"call": "Run.log_step", "number": 2, "do": "terminate"}
-    assert faulty(1, [fault], flags).returncode == 0
-    assert launch(1, "fsdp2_pretrain.py", flags).returncode == 0
-    logs = {path.name.split("-")[-1] for path in tmp_path.glob("wandb/offline-run-*")}
-    assert len(logs) == 1
+def records(data: bytes) -> Iterator[bytes]:
+    """Yield the records of an offline file: LevelDB's log format, in blocks of 32 KiB."""
+    place, record = 7, b""
+    while place + 7 <= len(data):
+        if 2**15 - place % 2**15 < 7:  # no room for a header: the block ends
+            place += -place % 2**15
+            continue
+        size, kind = int.from_bytes(data[place + 4 : place + 6], "little"), data[place + 6]
+        record += data[place + 7 : place + 7 + size]
+        place += 7 + size
+        if kind in (1, 4):  # complete, or the last part
+            yield record
+            record = b""
+
+
+def heard_by_wandb(run_dir: Path) -> tuple[set[str], dict[int, int], list[int]]:
+    """Return run ids, the step in the line of each step with a loss, and exit codes."""
+    wandb_internal = importlib.import_module("wandb.proto.wandb_internal_pb2")
+    ids, steps, codes = set(), {}, []
+    for file in sorted(run_dir.glob("wandb/offline-run-*/run-*.wandb")):
+        for data in records(file.read_bytes()):
+            record = wandb_internal.Record.FromString(data)
+            if record.HasField("run"):
+                ids.add(record.run.run_id)
+            if record.HasField("exit"):
+                codes.append(record.exit.exit_code)
+            if record.HasField("history"):
+                items = {
+                    item.key or item.nested_key[0]: item.value_json for item in record.history.item
+                }
+                if "loss" in items:
+                    steps[record.history.step.num] = int(items["step"])
+    return ids, steps, codes
+
+
+def test_wandb_hears_of_a_failure_and_continues_the_same_run(flags, tmp_path):
+    flags = flags | {"run_dir": tmp_path, "wandb_project": "test", "steps": 6}
+    fault = {"call": "Run.log_step", "number": 5, "after": True, "do": "raise"}
+    done = faulty(1, [fault], flags)
+    assert done.returncode == 1 and "ValueError: a fault on purpose" in done.stderr
+    assert heard_by_wandb(tmp_path)[1:] == ({step: step for step in range(1, 6)}, [1])
+    assert launch(1, "fsdp2_pretrain.py", flags, orderly=True).returncode == 0
+    [_], steps, codes = heard_by_wandb(tmp_path)
+    assert (steps, codes) == ({step: step for step in range(1, 7)}, [1, 0])
+
+
+# --- What the ranks share -------------------------------------------------------------------------
+
+
+def test_the_slowest_ranks_wait_for_data_is_logged(flags, tmp_path):
+    fault = {"call": "Batches.global_batch", "rank": 1, "do": "nap"}
+    done = faulty(2, [fault], flags | {"run_dir": tmp_path, "steps": 1})
+    assert (done.returncode, done.stderr) == (0, "")
+    [line] = metrics(tmp_path)[0]
+    assert line["data_seconds"] > 1.9
+
+
+@pytest.mark.drill
+def test_memory_stays_flat_and_garbage_is_collected_on_purpose_only(flags, tmp_path):
+    """Automatic collections, at other moments, change no bit."""
+    flags = flags | {"steps": 1000, "global_batch_tokens": 512, "eval_every": 1000}
+    flags |= {"checkpoint_every": 1000, "micro_batch_tokens": 256, "max_length": 256}
+    # Just after the ranks have collected garbage.
+    faults = [
+        {"call": "Run.log_step", "number": number, "do": "say memory"} for number in (201, 901)
+    ]
+    automatic = {"call": "gc.disable", "after": True, "do": "collect garbage automatically"}
+    said = {}
+    for planted in (faults, [*faults, automatic]):
+        run_dir = tmp_path / str(len(planted))
+        done = faulty(0, planted, flags | {"run_dir": run_dir})
+        assert (done.returncode, done.stderr) == (0, "")
+        said[run_dir] = re.findall(r"(\d+) pages, (\d+) objects, automatic (\w+)", done.stdout)
+    assert [line[2] for lines in said.values() for line in lines] == ["False"] * 2 + ["True"] * 2
+    first, second = said
+    (pages, objects, _), (pages_later, objects_later, _) = said[first]
+    assert int(pages_later) < 1.02 * int(pages), said
+    assert int(objects_later) < 1.01 * int(objects), said
+    assert losses(first) == losses(second) and same(first, second)
 
 
 # --- The order of things --------------------------------------------------------------------------
@@ -588,8 +680,8 @@ def make_checkpoints(alone, tmp_path) -> Callable:
             SimpleNamespace(
                 directory=directory,
                 config=SimpleNamespace(**config | changes),
-                timeout=timedelta(minutes=1),
-                facts={"flags": {}, "contents": "x"},
+                facts={"torch": "2.13", **config, **changes},
+                metrics=SimpleNamespace(tell=lambda: 0),
                 rank=0,
                 world_size=1,
                 device=torch.device("cpu"),
@@ -634,95 +726,48 @@ def test_a_checkpoint_in_the_background_holds_the_state_of_its_step(
 def test_all_is_on_the_disk_before_the_rename_and_old_ones_go_after(
     make_checkpoints, tmp_path, monkeypatch
 ):
-    happened, real_rename = [], Path.rename
-    folder = tmp_path / "checkpoints"
+    """Only what the checkpoint wrote: os.sync would wait for all disks of the machine."""
+    happened: list[str] = []
+    folder, real_rename, real_fsync = tmp_path / "checkpoints", Path.rename, os.fsync
 
     def rename(path: Path, target: Path) -> Path:
-        if path.parent == folder:
-            happened.append(path.name)
-            if path.suffix == ".tmp":
-                assert (path / "checkpoint.json").exists()
+        if path.parent == folder and path.suffix == ".tmp":
+            written = {str(file.relative_to(path)) for file in path.rglob("*")} | {"."}
+            assert written <= {os.path.relpath(synced, path) for synced in happened}
+            assert {"checkpoint.json", ".metadata", "hf/config.json"} < written
+        happened.append(f"rename {path.name}")
         return real_rename(path, target)
 
+    def fsync(descriptor: int) -> None:
+        real_fsync(descriptor)
+        happened.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+
     monkeypatch.setattr(Path, "rename", rename)
-    monkeypatch.setattr(os, "sync", lambda: happened.append("sync"))
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.delattr(os, "sync")
     checkpoints = make_checkpoints(keep_checkpoints=1)
     for step in (1, 2):
         happened.clear()
         checkpoints.write(STATE, {"step": step})
-    assert happened == ["sync", "step_00000002.tmp", "sync", "step_00000001"]
+    assert happened[-3:] == ["rename step_00000002.tmp", str(folder), "rename step_00000001"]
     assert kept(tmp_path) == ["step_00000002"]
-    assert not common.damage(folder / "step_00000002")
 
 
-def test_what_an_unfinished_write_left_is_removed_before_the_next(
-    make_checkpoints, tmp_path, capsys
-):
+def test_what_an_unfinished_write_left_is_removed_before_the_next(make_checkpoints, tmp_path):
     folder = tmp_path / "checkpoints"
-    for name in ("step_00000001.tmp", "mine.tmp"):
+    for name in ("step_00000001.tmp", "step_00000009.tmp", "mine.tmp"):
         (folder / name).mkdir(parents=True)
         (folder / name / "old").write_text("old")
-    (folder / "step_00000009.tmp").write_text("")
     make_checkpoints().write(STATE, {"step": 1})
-    assert kept(tmp_path) == ["mine.tmp", "step_00000001", "step_00000009.tmp"]
+    assert kept(tmp_path) == ["mine.tmp", "step_00000001"]
     assert not (folder / "step_00000001/old").exists()
-    assert "step_00000009.tmp cannot be removed: " in capsys.readouterr().out
 
 
-def test_the_newest_by_number_and_the_best_stay(make_checkpoints, tmp_path):
-    """Steps without a validation, and validations that are not finite, are never the best."""
+def test_the_newest_by_number_stay(make_checkpoints, tmp_path):
     checkpoints = make_checkpoints()
-    measured = {9: 3.0, 10: 1.0, 9_999: 2.0, 10_000: None, 99_999_999: math.nan}
-    for step, loss in measured.items():
-        progress = {"step": step} | ({} if loss is None else {"validation_loss": loss})
-        checkpoints.write(STATE, progress)
-    assert kept(tmp_path) == ["step_00000010", "step_00010000", "step_99999999"]
-
-
-def test_the_best_stays_in_a_resumed_run(make_checkpoints, tmp_path):
-    """A resume from another run's checkpoint starts without a best one."""
-    first = make_checkpoints(keep_checkpoints=1)
-    for step, loss in {1: 1.0, 2: 4.0}.items():
-        first.write(STATE, {"step": step, "validation_loss": loss})
-    for folder, best in ((tmp_path / "another", 4), (tmp_path, 1)):
-        resume = str(tmp_path / "checkpoints/step_00000002")
-        resumed = make_checkpoints(folder, keep_checkpoints=1, resume=resume)
-        assert resumed.find() == (Path(resume), {"step": 2, "validation_loss": 4.0})
-        for step, loss in {3: 3.0, 4: 2.0, 5: 5.0}.items():
-            resumed.write(STATE, {"step": step, "validation_loss": loss})
-        assert kept(folder) == [f"step_{best:08d}", "step_00000005"]
-
-
-def test_a_checkpoint_has_the_validation_loss_of_its_own_step(whole):
-    """The best one is chosen by it, so the loss of an earlier step would be wrong."""
-    validations = {line["step"]: line["validation_loss"] for line in metrics(whole)[1]}
-    assert list(validations) == [4, 8]
-    for step in (4, 6, 8):
-        progress = common.read_description(whole / f"checkpoints/step_{step:08d}")["progress"]
-        assert progress.get("validation_loss") == validations.get(step)
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_by_default_each_validation_falls_on_a_checkpoint(script):
-    """So that the best of all validated models stays."""
-    config = importlib.import_module(script.removesuffix(".py")).Config()
-    assert config.eval_every % config.checkpoint_every == 0
-
-
-@pytest.mark.parametrize("broken", ["loss", "grad_norm"])
-def test_what_is_not_finite_is_named_once_pending_writes_are_done(
-    make_checkpoints, tmp_path, broken
-):
-    checkpoints = make_checkpoints(async_checkpoint=True)
-    measured = {"loss": 1.0, "grad_norm": 1.0}
-    checkpoints.refuse_non_finite(1, measured)
-    model = torch.nn.Linear(3, 1)
-    checkpoints.save(model, torch.optim.AdamW(model.parameters()), {"step": 1})
-    with pytest.raises(common.Refusal) as refusal:
-        checkpoints.refuse_non_finite(2, measured | {broken: math.nan})
-    newest = f"the newest checkpoint is {tmp_path}/checkpoints/step_00000001"
-    assert f"step 2: the {broken} is not finite ({newest})" in str(refusal.value)
-    assert refusal.value.code == 1 and kept(tmp_path) == ["step_00000001"]
+    for step in (9, 10, 9_999, 10_000, 99_999_999):
+        checkpoints.write(STATE, {"step": step})
+    assert kept(tmp_path) == ["step_00010000", "step_99999999"]
 
 
 @pytest.mark.drill

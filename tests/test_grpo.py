@@ -81,7 +81,7 @@ def experts(tokenizer, tmp_path_factory) -> str:
 
 def save_template(folder: Path, template: str | dict) -> str:
     """Save the `bytes` tokenizer with two more special tokens and a chat template."""
-    tokenizer = common.to_transformers(common.tiktoken_encoding("bytes"))
+    tokenizer = copy.deepcopy(common.load_tokenizer("bytes"))
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|header|>", "<|eot|>"]})
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
@@ -94,11 +94,11 @@ def write(path: Path, rows: list[dict]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def questions(texts, tmp_path_factory) -> Path:
-    """Write 150 prompts of 1 to 60 bytes, with answers; three of them are held out."""
+def questions(tmp_path_factory) -> Path:
+    """Write 150 prompts of 4 to 62 bytes, with answers; three of them are held out."""
+    rest = "Which number comes after this one, and why is it not another?"
     rows = [
-        {"prompt": f"{number}" + texts[number][: number % 40 * 3 // 2], "completion": f"{number}!"}
-        for number in range(150)
+        {"prompt": f"{n} {rest}"[: 4 + n % 40 * 3 // 2], "completion": f"{n}!"} for n in range(150)
     ]
     return write(tmp_path_factory.mktemp("questions") / "questions.jsonl", rows)
 
@@ -202,7 +202,7 @@ MODES = {
     "replicas": {"dp_replicate": 2},
     "offload": {"cpu_offload": True},
     "recomputed": {"activation_checkpointing": "full"},
-    "reduced": {"reduce_every_micro_batch": True},
+    "reduced once": {"reduce_every_micro_batch": False},
     "padded": {"pad_to_multiple_of": 16},
     "one at a time": {"sample_prompts": 1},
     "uneven": {"answer_length": 64, "uneven": True},
@@ -239,7 +239,7 @@ def test_loss_and_gradients_are_those_of_the_papers(request, start, ranks, mode)
     """In the first and a second inner step, over several micro-batches of different lengths."""
     every = request.getfixturevalue("seen" if ranks == 2 else "alone")
     seen = every[mode]
-    assert seen["steps"][0]["micro_batches"] >= 3
+    assert seen["steps"][0]["micro_batches"] >= 2
     lengths = {len(tokens) for group in seen["answers"][1] for _, tokens, *_ in group}
     assert len(lengths) > 4  # answers[0] are those of the validation
     first = check_step(start, seen, 0, 0, 1, {})
@@ -387,7 +387,7 @@ def test_a_rank_with_long_answers_does_not_hang_the_other(seen):
     assert all(math.isfinite(step["measured"]["loss"]) for step in seen["uneven"]["steps"])
 
 
-EXACT = ["packed", "kept", "replicas", "offload", "recomputed", "reduced", "padded"]
+EXACT = ["packed", "kept", "replicas", "offload", "recomputed", "reduced once", "padded"]
 
 
 def check_same(got: dict, expected: dict) -> None:
@@ -612,7 +612,7 @@ def reinforce(flags, tmp_path, monkeypatch):
     return run
 
 
-TIMINGS = ["sample_seconds", "step_seconds", "tokens_per_second", "peak_memory_gib"]
+TIMINGS = ["data_seconds", "sample_seconds", "step_seconds", "tokens_per_second"]
 
 
 def lines(run_dir: Path) -> list[dict]:
@@ -646,11 +646,6 @@ def test_metrics_are_those_of_the_interface(finished):
         assert set(names) <= line.keys()
         assert line["sample_seconds"] < line["step_seconds"]
         assert 0 <= line["reward"] <= 1 and 0 <= line["truncated"] <= 1
-    best = {}  # checkpoints know their reward, by which the best one is kept
-    for path in (finished / "checkpoints").iterdir():
-        progress = common.read_description(path)["progress"]
-        best[progress["step"]] = -progress["validation_loss"]
-    assert best == {x["step"]: x["validation_reward"] for x in validation[1:]}
     tokens = np.diff([0] + [line["tokens"] for line in training])
     assert tokens.tolist() == [round(16 * line["answer_length"]) for line in training]
 
@@ -720,6 +715,28 @@ def test_what_a_reward_does_to_the_process_changes_nothing(reinforce, finished, 
     assert lines(tmp_path / "run") == lines(finished)
 
 
+# A child that ignores a signal would keep the run from ending, and `Pool` from closing.
+FORKS = """import multiprocessing, signal, time
+context = multiprocessing.get_context("fork")
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+    runs = context.Event()
+    child = context.Process(target=lambda: (runs.set(), time.sleep(300)))
+    child.start()
+    runs.wait()
+    os.kill(child.pid, number)
+    child.join(60)
+    code = child.exitcode
+    child.kill()
+    if code != -number:
+        raise ValueError(f"signal {number} does not end a child")
+return 0.5"""
+
+
+def test_children_of_a_reward_die_of_the_signals_that_stop_a_run(reinforce):
+    done = reinforce(FORKS, ranks=1, steps=1, prompts=1, answers=2, eval_prompts=1, eval_answers=1)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.drill
 def test_a_slow_reward_ends_in_one_line(reinforce):
     """It says which rank the others waited for, and which flag to raise."""
@@ -752,31 +769,21 @@ def test_resume_with_other_prompts_is_refused(reinforce, finished):
     """Or with other answers, because the resumed run would sample something else."""
     before = tree(finished)
     done = reinforce(run_dir=finished, prompts=8, answers=2, answer_length=8)
-    assert done.returncode == 1 and "Traceback" not in done.stderr
-    changed = (
-        "was written with --prompts 4 (now 8), --answers 4 (now 2), --answer_length 16 (now 8)"
-    )
+    assert done.codes[0] == 2 and "Traceback" not in done.stderr
+    changed = "was written with prompts 4 (now 8), answers 4 (now 2), answer_length 16 (now 8)"
     assert changed in done.stderr
     assert tree(finished) == before
 
 
 @pytest.mark.drill
 def test_resume_with_another_reference_is_refused(reinforce, start, tmp_path):
-    """If the weights at the same path have changed. Without a reference they do not matter."""
-    weights = Path(shutil.copytree(start, tmp_path / "weights"))
-    reinforce(init_from=weights, steps=2)
-    done = reinforce(init_from=weights, steps=4, reference_weight=0)
-    assert done.returncode != 0 and "--reference_weight 0.1 (now 0.0)" in done.stderr
-    model = AutoModelForCausalLM.from_pretrained(weights)
-    model.model.norm.weight.data += 0.01
-    model.save_pretrained(weights, save_original_format=False)
-    done = reinforce(init_from=weights, steps=4)
-    assert done.returncode != 0 and "other contents of the same paths" in done.stderr
-    own = {"init_from": weights, "run_dir": tmp_path / "other", "reference_weight": 0.0}
-    reinforce(**own, steps=2)
-    model.save_pretrained(weights, save_original_format=False)
-    done = reinforce(**own, steps=4)
-    assert (done.returncode, done.stderr) == (0, "")
+    """Other weights, or another weight in the loss."""
+    reinforce(steps=2)
+    done = reinforce(reference_weight=0)
+    assert done.codes[0] == 2 and "reference_weight 0.1 (now 0.0)" in done.stderr
+    shutil.copytree(start, tmp_path / "weights")
+    done = reinforce(init_from=tmp_path / "weights")
+    assert done.codes[0] == 2 and f"init_from {start} (now {tmp_path / 'weights'})" in done.stderr
 
 
 def test_the_exported_model_talks_in_plain_transformers(finished):
@@ -825,7 +832,6 @@ def refusal(monkeypatch, reward: Callable) -> str:
     monkeypatch.setattr(script, "reward", reward)
     with pytest.raises(common.Refusal) as refused:
         script.checked_reward("", "", "")
-    assert refused.value.code == 1
     return str(refused.value)
 
 
@@ -926,7 +932,7 @@ def test_equal_rewards_of_any_size_are_equal(monkeypatch, tokenizer):
 
 def split(row: dict, tokenizer) -> tuple[np.ndarray, np.ndarray]:
     """Return the ids of prompt and reference, the latter with the end of the turn."""
-    tokens, in_reference, _ = script.tokenize_prompt(row, tokenizer)
+    tokens, in_reference, *_ = script.tokenize_prompt(row, tokenizer)
     assert tokens[-1] == tokenizer.eos_token_id
     return tokens[~in_reference], tokens[in_reference]
 
@@ -1003,6 +1009,54 @@ def test_the_longest_prompt_has_room(tokenizer, tmp_path):
     kept = script.leave_out_long(documents, config)
     assert len(documents.lengths) == 2 and len(kept.lengths) == 1
     assert (kept.read(0)[0] == script.tokenize_prompt(rows[0], tokenizer)[0]).all()
+
+
+def test_prompts_are_on_the_same_side_of_the_split_in_fine_tuning_and_rl(tokenizer, tmp_path):
+    """All 8 answers to a prompt, whatever --max_length leaves out."""
+    rows = []
+    for number, answer in itertools.product(range(150), range(8)):
+        asked = {"role": "user", "content": f"{number}" + "?" * (number % 90)}
+        row = {"prompt": [asked], "completion": "!" * 30 * answer}
+        if number % 3 == 0:  # the prompt of the last answer has another answer in it
+            turns = [asked, ASSISTANT | {"content": "!" * 20 * answer}, USER, ASSISTANT]
+            row = {"messages": turns}
+        if number % 5 == 0:
+            row = {"prompt": [asked]}  # fine-tuning leaves it out
+        rows.append(row)
+    dataset = str(write(tmp_path / "rows.jsonl", rows))
+    config = script.Config(dataset=dataset, answer_length=8)
+    tuning = common.load_documents(
+        config, fsdp2_sft.COLUMNS, fsdp2_sft.tokenize_conversation, tokenizer
+    )
+    learning = common.load_documents(config, script.COLUMNS, script.tokenize_prompt, tokenizer)
+    splits = []
+    for config.max_length in (80, 160, 512):
+        splits.append([fsdp2_sft.truncate(p, config.max_length) for p in tuning.split()])
+        splits.append([script.leave_out_long(part, config) for part in learning.split()])
+    trained, held_out = (
+        {row // 8 for part in parts for row in part.index.document.tolist()}
+        for parts in zip(*splits)
+    )
+    assert not trained & held_out
+    assert len(trained) == 146 and len(held_out) == 4
+    assert len({len(training.lengths) for training, _ in splits}) == 5  # some leave out others
+
+
+def test_held_out_prompts_without_room_are_refused(reinforce, tokenizer, tmp_path):
+    """What is held out is decided before, so they are not replaced by other prompts."""
+    rows = [
+        {"prompt": [USER | {"content": str(n)}, ASSISTANT, USER], "completion": "y"}
+        for n in range(40)
+    ]
+    short = str(write(tmp_path / "short.jsonl", rows))
+    documents = common.load_documents(
+        script.Config(dataset=short), script.COLUMNS, script.tokenize_prompt, tokenizer
+    )
+    for row in documents.split()[1].index.document.tolist():
+        rows[row]["prompt"][1] = ASSISTANT | {"content": "x" * 128}
+    done = reinforce(ranks=0, dataset=write(tmp_path / "long.jsonl", rows), steps=0)
+    line = "error: --max_length 128 leaves no prompt; use a larger one\n"
+    assert (done.returncode, done.stderr) == (2, line)
 
 
 ASKS = "{%- if add_generation_prompt -%}{{- '<|header|>assistant ' -}}{%- endif -%}"
@@ -1095,18 +1149,36 @@ def test_a_model_of_nan_ends_in_one_line(reinforce, start, tmp_path):
     done = reinforce(init_from=tmp_path / "nan", steps=1)
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert len(errors) == 1 and "step 1: the loss is not finite" in errors[0]
+    assert len(errors) == 1 and "step 1: the loss (nan) or the gradient norm (nan)" in errors[0]
 
 
-def test_weights_that_became_nan_are_not_saved(reinforce, tmp_path):
-    """Otherwise every later start would resume from them."""
+def test_a_gradient_that_is_not_finite_ends_the_run_before_the_update(reinforce, tmp_path):
+    """Nothing of that step is logged or saved."""
     done = reinforce(
         "return 1e29 * (len(answer) % 3)", steps=4, checkpoint_every=1, reference_weight=0.0
     )
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert len(errors) == 1 and "step 1: the grad_norm is not finite" in errors[0]
+    assert len(errors) == 1 and "the gradient norm (inf) is not finite" in errors[0]
+    assert [line["step"] for line in lines(tmp_path / "run")] == [0]
     assert not [*(tmp_path / "run").glob("checkpoints/step_*")]
+
+
+@pytest.mark.parametrize("losses, norms", [([1, math.nan], [1, 1]), ([1, 1], [1, math.inf])])
+def test_values_that_are_not_finite_do_not_reach_the_weights(monkeypatch, losses, norms):
+    """Also in an inner step after the first."""
+    updates, losses, norms = [], iter(losses), iter(norms)
+    total = torch.zeros(len(script.MEASURED))
+    monkeypatch.setattr(script, "forward_backward", lambda *_: total + next(losses))
+    monkeypatch.setattr(script, "clip_grad_norm", lambda *_: torch.tensor(float(next(norms))))
+    monkeypatch.setattr(script, "optimizer_step", lambda *_: updates.append(1))
+    waiting = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(common.Run, "current", SimpleNamespace(checkpoints=waiting))
+    batch, optimizer = SimpleNamespace(num_targets=1, step=7), SimpleNamespace(param_groups=[])
+    with pytest.raises(common.Refusal, match="step 7: the loss .* is not finite"):
+        config = script.Config(inner_steps=2)
+        script.train_step(None, None, optimizer, batch, 1e-3, config, CPU)
+    assert len(updates) == 1
 
 
 # --- Drills ---------------------------------------------------------------------------------------
@@ -1154,3 +1226,10 @@ def test_compiled_sequences_of_many_lengths(flags, tmp_path):
         check_same(seen[mode], seen["plain"])
         check_ratio(seen[mode])
     check_same(seen["few"], seen["inner"])
+
+
+def test_a_child_that_a_reward_forks_ends_on_a_signal(reinforce):
+    """The rank itself saves first. A child with the same handlers would go on forever."""
+    fault = {"call": "Run.log_step", "do": "stop a child"}
+    done = reinforce(faults=[fault], ranks=1, steps=1)
+    assert (done.returncode, done.stderr) == (0, "")

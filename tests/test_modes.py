@@ -29,7 +29,7 @@ def run_worker(
         untied = directory / "untied"
         small_shape(tie_word_embeddings=False).save_pretrained(untied)
         base = {"model": shape, "dataset": corpus, "run_dir": str(directory), **SMALL}
-        base |= {"global_batch_tokens": 2048, "eval_batches": 1}  # two micro-batches per rank
+        base |= {"global_batch_tokens": 2048, "learning_rate": 1e-2}  # two micro-batches per rank
         start = {"model": weights, "init_from": weights}
         out = directory / "seen.json"
         flags = {"out": out, "which": which, "untied": untied, "packages": packages}
@@ -63,13 +63,13 @@ EXPECTED = {
     "compile": ("padded", *EXACT),
     "compile_ac_full": ("padded", *EXACT),
     "compile_packed": ("packed", *EXACT),
-    "compile_bf16": ("large", 1e-2, 5e-2),
-    "bf16": ("fp32", 1e-2, 5e-2),
-    "zero1_bf16": ("fp32", 1e-2, 5e-2),
-    "ring_bf16": ("fp32", 1e-2, 5e-2),
-    "recomputed_bf16": ("fp32", 1e-2, 5e-2),
-    "reduce_every_bf16": ("fp32", 1e-2, 5e-2),
-    "keep_bf16": ("fp32", 1e-2, 5e-2),
+    "compile_bf16": ("large", None, 5e-2),
+    "bf16": ("fp32", None, 5e-2),
+    "zero1_bf16": ("fp32", None, 5e-2),
+    "ring_bf16": ("fp32", None, 5e-2),
+    "recomputed_bf16": ("fp32", None, 5e-2),
+    "reduce_once_bf16": ("fp32", None, 5e-2),
+    "keep_bf16": ("fp32", None, 5e-2),
 }
 CASES = [f"{name} {mode}" for name in DENSE for mode in [*modes(name), "init_from"]]
 
@@ -78,32 +78,36 @@ def losses(one: dict) -> list[float]:
     return [*one["losses"], one["validation"]]
 
 
-def check_agreement(seen: dict, case: str, own_seen: dict) -> None:
-    """Compare a case with DDP. `own_seen` has what FSDP2 saw in the same mode."""
+def check_agreement(seen: dict, case: str) -> None:
+    """Compare a case with DDP."""
     name, mode = case.split()
     mode_of_ddp, of_losses, of_weights = EXPECTED.get(mode, ("fp32", *EXACT))
-    reference, got, of_norms = seen[f"ddp {mode_of_ddp}"], seen[case], of_losses
-    if name in ("tp", "cp", "pp"):  # they add up parts in another order
-        of_losses, of_norms = 2e-6, 5e-6
-        if "bf16" in mode:  # four times what FSDP2 itself loses by bf16
-            own = own_seen[f"fsdp2 {mode.removeprefix('ring_')}"]
-            of_losses = 4 * difference(losses(own), losses(reference))
-            of_norms = 4 * difference(own["norms"], reference["norms"])
+    reference, got = seen[f"ddp {mode_of_ddp}"], seen[case]
+    of_norms = [of_losses] * 2
+    if "bf16" in mode:
+        # What bf16 itself loses depends on the data. With 12 seeds and any strategy, also DDP, it
+        # moved losses by up to 0.1 % and the norm of the first step by up to 0.2 %. AdamW's first
+        # update has one size for all gradients, also for those that are little more than
+        # rounding errors. So the norm of the second step moved by up to 1.4 %.
+        of_losses, of_norms = 2e-3, [2**-8, 2e-2]
+    elif name in ("tp", "cp", "pp"):  # they add up parts in another order
+        of_losses, of_norms = 2e-6, [5e-6] * 2
     assert difference(losses(got), losses(reference)) < of_losses
-    assert difference(got["norms"], reference["norms"]) < of_norms
+    for norm, expected, bound in zip(got["norms"], reference["norms"], of_norms, strict=True):
+        assert norm == pytest.approx(expected, rel=bound, abs=0)
     assert difference(got["final"], reference["final"]) < of_weights
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_mode_agrees_with_ddp(seen, case):
-    check_agreement(seen, case, seen)
+    check_agreement(seen, case)
 
 
 @pytest.mark.drill
 def test_compiled_modes_of_every_script(run_worker):
     compiled = run_worker("compiled")
     for case in compiled:
-        check_agreement(compiled, case, compiled)
+        check_agreement(compiled, case)
     check_graphs(compiled, len(share(COMPILED)))
 
 
@@ -149,7 +153,7 @@ def test_zero1_is_ddp_to_the_last_bit(seen, suffix):
 
 
 def test_gradients_accumulate_in_fp32_with_and_without_resharding(seen):
-    assert seen["fsdp2 keep_bf16"]["final"] == seen["fsdp2 bf16"]["final"]
+    assert seen["fsdp2 keep_bf16"]["final"] == seen["fsdp2 reduce_once_bf16"]["final"]
 
 
 def test_ddp_ranks_hold_the_same_parameters_after_each_step(seen):
@@ -263,6 +267,30 @@ for name, module in model.named_modules():
     assert done.returncode == 0, done.stderr
     kinds = dict(line.split() for line in done.stdout.splitlines())
     assert kinds["q_proj"] == "Float8Linear" and kinds["router"] == "PhimoeTopKRouter"
+
+
+@pytest.mark.drill
+def test_float8_pads_any_number_of_tokens():
+    """The kernels of GPUs refuse sizes that 16 does not divide, and the CPU's do not."""
+    program = """
+import types, torch, fsdp2_pretrain as script
+layers = torch.nn.Sequential(torch.nn.Linear(32, 48, bias=False, dtype=torch.bfloat16))
+script.use_float8(types.SimpleNamespace(get_decoder=lambda: layers))
+on_cpu = torch._scaled_mm
+def as_on_gpus(left, right, *rest, **more):
+    assert not any(size % 16 for size in right.shape), right.shape
+    print(left.shape[1])
+    return on_cpu(left, right, *rest, **more)
+torch._scaled_mm = as_on_gpus
+tokens = torch.randn(37, 32, dtype=torch.bfloat16, requires_grad=True)
+layers(tokens).sum().backward()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": float8_package()}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["32", "48", "48"]  # the last one are the tokens
 
 
 # --- MoE models -----------------------------------------------------------------------------------

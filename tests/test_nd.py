@@ -139,7 +139,8 @@ def test_models_that_fit_a_mesh(mesh, shape, refusal):
     shape = {**small_shape().to_dict(), "model_type": kind, **shape}
     for name in ("model_type", "layer_types"):
         shape.pop(name)
-    config = fsdp2_nd_pretrain.Config(steps=0, max_length=64, **flags_of(mesh))
+    sizes = {"max_length": 64, "micro_batch_tokens": 512}
+    config = fsdp2_nd_pretrain.Config(steps=0, **sizes, **flags_of(mesh))
     model = fsdp2_nd_pretrain.build_model(config, AutoConfig.for_model(kind, **shape))
     if refusal is None:
         fsdp2_nd_pretrain.check_model(model, config)
@@ -156,7 +157,7 @@ def test_models_that_fit_a_mesh(mesh, shape, refusal):
         (2, {"tensor_parallel": 2, "context_parallel": 2}, "= 4 does not divide 2 ranks"),
         (2, {"tensor_parallel": 2, "compile": True, "activation_checkpointing": "full"},
          "--compile needs --activation_checkpointing none or selective"),
-        (4, {"pipeline_parallel": 4, "global_batch_tokens": 1024}, "use at least 4096"),
+        (4, {"pipeline_parallel": 4, "global_batch_tokens": 2048}, "use at least 8192"),
     ],
 )  # fmt: skip
 def test_flags_that_do_not_fit(monkeypatch, ranks, flags, refusal):

@@ -1,10 +1,13 @@
 """Conversations: templates and loss masks, what is left out, new embeddings, fine-tuning."""
 
+import copy
 import functools
 import json
+import math
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +20,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import common
+import fsdp2_grpo
 import fsdp2_sft
 
 logging.disable_progress_bar()
@@ -87,7 +91,7 @@ CONVERSATIONS = {
 
 def save_base(folder: Path, change=None, template: str | None = None, more: tuple = ()) -> str:
     """Save the `bytes` tokenizer with more special tokens, a template and a change."""
-    tokenizer = common.to_transformers(common.tiktoken_encoding("bytes"))
+    tokenizer = copy.deepcopy(common.load_tokenizer("bytes"))
     tokenizer.add_special_tokens({"additional_special_tokens": [*more]})
     tokenizer.chat_template = template
     if change:
@@ -103,7 +107,7 @@ def chat(tmp_path_factory):
     def make(base: str = "bytes", template: str | None = None):
         if template is None:
             return fsdp2_sft.chat_tokenizer(base)[0]
-        tokenizer = common.to_transformers(common.tiktoken_encoding(base))
+        tokenizer = copy.deepcopy(common.load_tokenizer(base))
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|header|>", "<|eot|>"]})
         tokenizer.chat_template = TEMPLATES[template]
         directory = tmp_path_factory.mktemp("tokenizer")
@@ -120,7 +124,7 @@ def encode(tokenizer, messages: list) -> tuple[np.ndarray, np.ndarray]:
 
 def tokenize(row: dict, tokenizer) -> tuple[str, str]:
     """Return a row as the script reads it, as text: all of it, and what is in the loss."""
-    ids, in_loss, _ = fsdp2_sft.tokenize_conversation(row, tokenizer)
+    ids, in_loss, *_ = fsdp2_sft.tokenize_conversation(row, tokenizer)
     return tokenizer.decode(ids), tokenizer.decode(ids[in_loss])
 
 
@@ -514,20 +518,38 @@ def test_what_cannot_be_rendered_faithfully_is_left_out_and_counted(tmp_path, ca
         assert sum(int(count) for count, reason in found if reason == why) >= expected > 0
 
 
-def test_long_conversations_are_truncated_and_need_an_answer(tmp_path):
+def test_long_conversations_are_truncated_and_need_an_answer(tmp_path, capsys):
     long_answer = {"prompt": "q", "completion": "a" * 600}
     late_answer = {"prompt": "q" * 600, "completion": "never reached"}
     documents = documents_of(
         write(tmp_path / "rows.jsonl", [{"messages": ONE}, long_answer, late_answer])
     )
-    sequences = documents.sequences(512, truncate=True)
+    sequences = fsdp2_sft.truncate(documents, 512)
     assert sequences.lengths[1] == 512 and len(sequences.lengths) == 2
     assert [set(end) for _, end in shown(sequences)] == [set("b<|im_end|>"), {"a"}]
-    assert len(documents.sequences(1024, truncate=True).lengths) == 3
+    assert sequences.num_targets[1] == len(shown(sequences)[1][1]) < documents.num_targets[1]
+    assert "2 of 3 conversations are cut to 512 tokens; 1 of these" in capsys.readouterr().out
+    assert len(fsdp2_sft.truncate(documents, 1024).lengths) == 3
+
+
+def test_a_validation_set_that_truncation_empties_is_refused(tmp_path):
+    """What is held out is decided before truncation, so none of it is replaced by other rows."""
+    rows = [
+        {"prompt": said(("user", str(n)), ("assistant", "x"), ("user", "")), "completion": "y"}
+        for n in range(40)
+    ]
+    _, held_out = documents_of(write(tmp_path / "short.jsonl", rows)).split()
+    for row in held_out.index.document.tolist():
+        rows[row]["prompt"][1]["content"] *= 600
+    flags = {"dataset": write(tmp_path / "long.jsonl", rows), "max_length": 512, "steps": 0}
+    done = launch(0, "fsdp2_sft", flags)
+    line = "error: --max_length 512 cuts off every answer; use a larger one\n"
+    assert (done.returncode, done.stderr) == (2, line)
+    assert (launch(0, "fsdp2_sft", flags | {"max_length": 1024})).returncode == 0
 
 
 def test_data_without_conversations_is_refused(tmp_path):
-    line = refused(documents_of, write(tmp_path / "a.jsonl", [{"text": "a", "tools": None}] * 3))
+    line = refused(documents_of, write(tmp_path / "a.jsonl", [{"text": "a", "thing": None}] * 3))
     assert "no column messages or conversations" in line and "text" in line and len(line) < 300
     nothing = documents_of(write(tmp_path / "none.jsonl", [{"messages": ["a", "b"]}] * 3))
     assert "fewer than two different documents" in refused(nothing.split)
@@ -565,8 +587,8 @@ def conversations(texts, tmp_path_factory) -> Path:
 
 def training_of(path: Path, tokenizer=None, **changes) -> common.Batches:
     """Return the training batches of the script."""
-    training, _ = documents_of(path, tokenizer).sequences(512, truncate=True).split()
-    return make_batches(training, fsdp2_sft.ConversationBatches, **changes)
+    training, _ = documents_of(path, tokenizer).split()
+    return make_batches(fsdp2_sft.truncate(training, 512), fsdp2_sft.ConversationBatches, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -658,14 +680,6 @@ def test_only_target_tokens_have_a_gradient(conversations, model, batching):
     assert not torch.equal(gradient(model, model(**batch)), reference)
 
 
-def test_the_prompt_of_the_sample_ends_where_the_assistant_begins(conversations):
-    tokenizer = fsdp2_sft.chat_tokenizer("bytes")[0]
-    training, _ = documents_of(conversations).split()
-    text = tokenizer.decode(training.prompt())
-    assert text.endswith("<|im_start|>assistant\n") and shown(training)[0][0].startswith(text)
-    assert text.count("<|im_start|>assistant") == 1
-
-
 # --- What a run starts from -----------------------------------------------------------------------
 
 
@@ -685,6 +699,46 @@ def test_the_learning_rate_suits_the_size_of_the_model():
     config = fsdp2_sft.Config(min_learning_rate=1e-4)
     line = refused(fsdp2_sft.set_learning_rates, config, 10_000_000)
     assert line == "--min_learning_rate is above --learning_rate"
+
+
+@pytest.mark.parametrize("script", [fsdp2_sft, fsdp2_grpo])
+def test_the_learning_rate_stays_at_its_peak_until_the_decay(script):
+    """Runs of different lengths share their rates until the shorter one decays."""
+
+    def rates(steps: int, decay_steps: int | None) -> list[float]:
+        config = script.Config(
+            learning_rate=1e-3,
+            min_learning_rate=1e-5,
+            warmup_steps=4,
+            steps=steps,
+            decay_steps=decay_steps,
+        )
+        return [script.learning_rate_at(step, config) for step in range(1, steps + 1)]
+
+    short, long = rates(20, 6), rates(50, 6)
+    assert short[:14] == long[:14] == [2.5e-4, 5e-4, 7.5e-4, *[1e-3] * 11]
+    assert long[:44] == short[:14] + [1e-3] * 30
+    assert short[14:] == long[44:] == sorted(short[14:], reverse=True)
+    assert short[14] < 1e-3 and short[16] == pytest.approx(5.05e-4) and short[-1] == 1e-5
+    assert rates(20, None) == rates(20, 16) == rates(20, 100)  # from the end of the warm-up
+    assert rates(20, None)[4] < 1e-3
+
+
+@pytest.mark.parametrize("loss, norm", [(math.nan, 1.0), (1.0, math.inf)])
+def test_values_that_are_not_finite_do_not_reach_the_weights(monkeypatch, loss, norm):
+    updates = []
+    monkeypatch.setattr(fsdp2_sft, "forward_backward", lambda *_: torch.tensor(loss))
+    monkeypatch.setattr(fsdp2_sft, "clip_grad_norm", lambda *_: torch.tensor(norm))
+    monkeypatch.setattr(fsdp2_sft, "optimizer_step", lambda *_: updates.append(1))
+    waiting = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr(common.Run, "current", SimpleNamespace(checkpoints=waiting))
+    batch, optimizer = SimpleNamespace(num_targets=1, step=7), SimpleNamespace(param_groups=[])
+    step = [None, optimizer, batch, 1e-3, fsdp2_sft.Config(), None]
+    assert refused(fsdp2_sft.train_step, *step).startswith("step 7: the loss (")
+    assert not updates
+    monkeypatch.setattr(fsdp2_sft, "forward_backward", lambda *_: torch.tensor(1.0))
+    monkeypatch.setattr(fsdp2_sft, "clip_grad_norm", lambda *_: torch.tensor(1.0))
+    assert fsdp2_sft.train_step(*step) == {"loss": 1, "grad_norm": 1} and updates
 
 
 @pytest.fixture(scope="module")
@@ -760,7 +814,7 @@ def test_the_vocabulary_grows_under_any_number_of_ranks_and_resumes(flags, tmp_p
     assert losses(direct) == losses(run_dir) and len(losses(direct)) == 3
     tune(flags | {"run_dir": tmp_path / "one"}, ranks=1)
     assert losses(tmp_path / "one") == pytest.approx(losses(direct), rel=1e-5)
-    used = json.loads((direct / "config.json").read_text())["flags"]
+    used = json.loads((direct / "config.json").read_text())
     assert (used["learning_rate"], used["min_learning_rate"]) == (2e-3, 2e-4)
 
     tokenizer = AutoTokenizer.from_pretrained(direct / "hf")
@@ -803,9 +857,9 @@ def test_a_model_with_its_own_template_is_not_changed(flags, conversations, tmp_
     tokenizer, known = fsdp2_sft.chat_tokenizer(str(start))
     assert known == len(tokenizer) == 261
     training, summed, targets = training_of(conversations, tokenizer), 0.0, 0
-    documents = documents_of(conversations, tokenizer)
+    documents, _ = documents_of(conversations, tokenizer).split()
     cut = (documents.lengths > 512).sum()
-    assert f"{cut} of {len(documents.lengths)} documents are cut to 512 tokens" in output
+    assert f"{cut} of {len(documents.lengths)} conversations are cut to 512 tokens" in output
     with torch.no_grad():
         for line in training.sequences.index.document[np.concatenate(training.plan(0)[:4])]:
             ids, wanted = labels_in_transformers(tokenizer, conversations, line)
@@ -823,7 +877,8 @@ def test_every_pretraining_script_is_a_start(run, shape_directory, flags, tmp_pa
     """Their run directories hold the same weights, and one rank and two train alike on them."""
     seen = []
     for name in ("ddp", "fsdp1", "fsdp2"):
-        start = run(f"{name}_pretrain.py", 2, model=shape_directory)
+        once = {} if name == "ddp" else {"reduce_every_micro_batch": "false"}  # as DDP adds up
+        start = run(f"{name}_pretrain.py", 2, model=shape_directory, **once)
         tune(flags | {"init_from": start, "run_dir": tmp_path / name, "steps": 2})
         seen.append(losses(tmp_path / name))
     assert seen[0] == seen[1] == seen[2]
@@ -842,7 +897,8 @@ def test_overfitted_answers_come_back_and_stop(tmp_path):
     path = write(tmp_path / "ten.jsonl", rows)
     flags = {"dataset": path, "run_dir": tmp_path / "run", "max_length": 128, "steps": 120}
     flags |= {"micro_batch_tokens": 256, "global_batch_tokens": 512, "learning_rate": 4e-3}
-    tune(flags | {"eval_every": 120, "checkpoint_every": 120, "weight_decay": 0.0}, ranks=1)
+    flags |= {"eval_every": 120, "checkpoint_every": 120, "weight_decay": 0.0}
+    output = tune(flags, ranks=1)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/hf")
     right = 0
@@ -856,3 +912,7 @@ def test_overfitted_answers_come_back_and_stop(tmp_path):
         made = model.generate(**asked, max_new_tokens=40, do_sample=False)[0]
         right += tokenizer.decode(made[asked["input_ids"].shape[1] :]) == answer + "<|im_end|>"
     assert right == 9  # one of the ten was held out for validation
+    _, held_out = documents_of(path).split()
+    prompt = shown(held_out)[0][0].partition("It is ")[0]
+    assert prompt.endswith("<|im_start|>assistant\n")
+    assert f"continues a held-out text:\n{prompt}" in output

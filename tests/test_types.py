@@ -146,6 +146,7 @@ def small_config(name: str, variant: dict[str, Any]) -> transformers.PreTrainedC
     chosen = sorted({kinds.index(kind) for kind in kinds} | {depth - 1})
     chosen = chosen[: max(2, len(set(kinds)))]
     changes: dict[str, Any] = {"pad_token_id": None}
+    neutral = common.NEUTRAL_SETTINGS
     for key, value in settings.items():
         if key in per_layer:
             changes[key] = [value[i] for i in chosen]
@@ -155,8 +156,8 @@ def small_config(name: str, variant: dict[str, Any]) -> transformers.PreTrainedC
             changes[key] = 0.0  # no chance: both sides have to see the same
         elif key in SMALL_SIZES and isinstance(value, int):
             changes[key] = min(value, SMALL_SIZES[key])
-        elif key in common.NEUTRAL_SETTINGS and value not in common.NEUTRAL_SETTINGS[key]:
-            changes[key] = common.NEUTRAL_SETTINGS[key][0]
+        elif key in neutral and str(value) not in neutral[key].split():
+            changes[key] = None
         if key in variant:
             changes[key] = variant[key]
     return config_class(**changes | CHANGES.get(name, {}))
@@ -414,8 +415,12 @@ def test_a_type_in_two_stages_is_right_or_refused(name, tokenizer, tmp_path):
         assert_equal(seen, gradients(model), tolerance=1e-5)
 
 
-def read(directory: Any, batching: str = "packed") -> transformers.PreTrainedConfig:
-    config = SimpleNamespace(model=str(directory), batching=batching, max_length=64)
+def read(
+    directory: Any, batching: str = "packed", untested: bool = False
+) -> transformers.PreTrainedConfig:
+    config = SimpleNamespace(
+        model=str(directory), batching=batching, max_length=64, untested_model=untested
+    )
     return common.read_model_config(config, 257)
 
 
@@ -423,6 +428,19 @@ def test_the_lists_are_long_enough():
     assert set(PACKED_TYPES) <= set(BUCKETED_TYPES)
     assert len(set(BUCKETED_TYPES)) == len(BUCKETED_TYPES) >= 130
     assert len(set(PACKED_TYPES)) == len(PACKED_TYPES) >= 58
+
+
+def test_a_flag_trains_types_that_are_in_no_list(tmp_path, capsys):
+    """Not those that are known to train in buckets only."""
+    transformers.MambaConfig().save_pretrained(tmp_path / "mamba")
+    transformers.XGLMConfig(attention_dropout=0.0).save_pretrained(tmp_path / "xglm")
+    for batching in ("bucketed", "packed"):
+        with pytest.raises(common.Refusal, match=f"xglm is not tested with {batching} batches"):
+            read(tmp_path / "xglm", batching)
+        assert read(tmp_path / "xglm", batching, untested=True).model_type == "xglm"
+        assert capsys.readouterr().out.startswith("WARNING: --model")
+    with pytest.raises(common.Refusal, match="mamba is not tested with packed"):
+        read(tmp_path / "mamba", untested=True)
 
 
 def test_all_other_types_are_refused_in_one_line(tmp_path):
@@ -503,7 +521,7 @@ def test_settings_that_are_not_applied_are_refused(model_type, settings, expecte
     [
         ("gpt2", {}, "its attn_pdrop"),
         ("mistral", {"sliding_window": 32}, "exceeds sliding_window"),
-        ("mamba", {}, "cannot train with packed batches"),
+        ("mamba", {}, "type mamba is not tested with packed batches"),
     ],
     ids=itertools.count(),
 )

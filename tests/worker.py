@@ -64,6 +64,9 @@ REFERENCE_MODES = {
     "large": {"micro_batch_tokens": 1024, "pad_to_multiple_of": 256},
 }
 NO_CLIP = {"no_clip": {"grad_clip": 0.0}}
+# Gradients are added up in the order of DDP.
+NO_CLIP_ONCE = {"no_clip": {"grad_clip": 0.0, "reduce_every_micro_batch": False}}
+ONCE_BF16 = {"reduce_every_micro_batch": False, "precision": "bf16"}
 AC_FRACTION = {"ac_fraction": {"activation_checkpointing": "0.5"}}
 OWN_MODES = {
     "ddp": {
@@ -73,28 +76,26 @@ OWN_MODES = {
         "zero1_bf16": {"shard_optimizer": True, "precision": "bf16"},
     },
     "fsdp1": {
-        **NO_CLIP,
-        "reduce_every": {"reduce_every_micro_batch": True},
+        **NO_CLIP_ONCE,
         "shard_grad_op": {"sharding_strategy": "shard_grad_op"},
         "hybrid": {"sharding_strategy": "hybrid_shard"},
     },
     "fsdp2": {
-        **NO_CLIP,
+        **NO_CLIP_ONCE,
         **AC_FRACTION,
-        "reduce_every": {"reduce_every_micro_batch": True},
-        "reduce_every_bf16": {"reduce_every_micro_batch": True, "precision": "bf16"},
         "keep_after_forward": {"reshard_after_forward": False},
-        "keep_bf16": {"reshard_after_forward": False, "precision": "bf16"},
+        "reduce_once_bf16": ONCE_BF16,
+        "keep_bf16": ONCE_BF16 | {"reshard_after_forward": False},
         "hybrid": {"dp_replicate": 2},
-        "hybrid_every": {"dp_replicate": 2, "reduce_every_micro_batch": True},
+        "hybrid_once": {"dp_replicate": 2, "reduce_every_micro_batch": False},
         "cpu_offload": {"cpu_offload": True},
     },
     "tp": {
         "untied": COMMON_MODES["untied"] | {"reshard_after_forward": False},
-        "packed_odd": COMMON_MODES["packed_odd"] | {"reduce_every_micro_batch": True},
+        "packed_odd": COMMON_MODES["packed_odd"] | {"reduce_every_micro_batch": False},
     },
     "cp": {
-        "packed_odd": COMMON_MODES["packed_odd"] | {"reduce_every_micro_batch": True},
+        "packed_odd": COMMON_MODES["packed_odd"] | {"reduce_every_micro_batch": False},
         "ring": {"context_attention": "ring"},
         "ring_full": {"context_attention": "ring", "activation_checkpointing": "full"},
         "ring_selective": {"context_attention": "ring", "activation_checkpointing": "selective"},
@@ -146,7 +147,7 @@ MOE_MODES = {
     "bf16": {"precision": "bf16"},
     "ac_full": {"activation_checkpointing": "full"},
     "ac_selective": {"activation_checkpointing": "selective"},
-    "reduce_every": {"reduce_every_micro_batch": True},
+    "reduce_once": {"reduce_every_micro_batch": False},
     "keep_after_forward": {"reshard_after_forward": False},
 }
 BALANCED_MODES = {
@@ -154,7 +155,7 @@ BALANCED_MODES = {
     "balanced": {},
     "balanced_full": {"activation_checkpointing": "full"},
     "balanced_selective": {"activation_checkpointing": "selective"},
-    "balanced_every": {"reduce_every_micro_batch": True},
+    "balanced_once": {"reduce_every_micro_batch": False},
 }
 COMPILED_MOE_MODES = {
     "padded": {"pad_to_multiple_of": 256},
@@ -239,7 +240,7 @@ def train(script, flags: dict, device: torch.device, merge=False, count=False) -
     documents = common.load_documents(config, ["text"], common.tokenize_text, tokenizer)
     training, validation = (
         common.Batches(part.sequences(config.max_length), config, tokenizer.eos_token_id)
-        for part in documents.split()
+        for part in documents.split(config.eval_tokens)
     )
     accumulation = config.global_batch_tokens // config.micro_batch_tokens
     share = script.dp_rank_and_size(config)
