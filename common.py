@@ -214,8 +214,14 @@ def launch(main: Callable):
         if os.getppid() == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes():
             os._exit(1)
     if "WORLD_SIZE" not in os.environ:  # without torchrun: one rank
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
-        os.environ |= {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_PORT": "0"}
+        os.environ |= {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "0",
+        }
     # Sequences of many lengths fragment the GPU's memory; expandable segments avoid that.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that are not UTF-8
@@ -1140,7 +1146,8 @@ class Checkpoints:
 # pattern of a GPU's name. The first one that fits counts.
 PEAK_FLOPS = {
     "B200": 2250e12,
-    "H100 (NVL|PCIe)": 800e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
     "H[12]00": 989e12,
     "A100": 312e12,
     "L40S": 362e12,

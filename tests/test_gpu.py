@@ -217,8 +217,8 @@ def test_threads_use_the_gpu_of_their_rank(seen):
     "name, peak",
     [
         ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 NVL", 800e12),
-        ("NVIDIA H100 PCIe", 800e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H200", 989e12),
         ("NVIDIA GB200", None),
         ("NVIDIA B200", 2250e12),
