@@ -533,8 +533,8 @@ def build_optimizer(model: nn.Module, decayed: set[str], config: Config) -> torc
 def set_learning_rates(config: Config, num_parameters: int) -> None:
     """Fill in the learning rates that no flag sets, by the number of parameters.
 
-    Published recipes use 2e-4 to 6e-4 for models of 0.1B to 13B parameters (GPT-3, Llama 2, OLMo).
-    A rate of that size would ruin pretrained weights.
+    Published recipes use 6e-4 for 125M parameters and 2e-4 for 1.3B (GPT-3, arXiv 2005.14165), and
+    3e-4 for 7B and 13B (Llama 2, arXiv 2307.09288). Such rates would ruin pretrained weights.
     """
     peak = 5e-3 if num_parameters < 10_000_000 else 3e-4
     if config.learning_rate is None:
@@ -573,8 +573,8 @@ def train_step(
     """Run one optimizer step; returns the mean loss of the global batch and the gradient norm."""
     total_loss = forward_backward(model, batch, config, device)
     grad_norm = clip_grad_norm(model, config.grad_clip or math.inf)
-    # `.item()` waits for the GPU. Do it once, and before the update: values that are not finite
-    # must not reach the weights.
+    # `.item()` waits for the GPU. Wait here and not after the update, because values that are not
+    # finite must not reach the weights.
     measured = {"loss": total_loss.item() / batch.num_targets, "grad_norm": grad_norm.item()}
     common.refuse_non_finite(batch.step, **measured)
     for group in optimizer.param_groups:

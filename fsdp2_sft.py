@@ -907,8 +907,8 @@ def train_step(
     """Run one optimizer step; returns the mean loss of the global batch and the gradient norm."""
     total_loss = forward_backward(model, batch, config, device)
     grad_norm = clip_grad_norm(model, config.grad_clip or math.inf)
-    # `.item()` waits for the GPU. Do it once, and before the update: values that are not finite
-    # must not reach the weights.
+    # `.item()` waits for the GPU. Wait here and not after the update, because values that are not
+    # finite must not reach the weights.
     measured = {"loss": total_loss.item() / batch.num_targets, "grad_norm": grad_norm.item()}
     common.refuse_non_finite(batch.step, **measured)
     for group in optimizer.param_groups:
