@@ -1,5 +1,6 @@
 """Shared by all tests: small inputs, and launches of the real scripts."""
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -10,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import filelock
 import numpy as np
 import pytest
 
@@ -42,6 +44,15 @@ def pytest_configure(config) -> None:
     """Hide GPUs except for `pytest -m gpu`, because CPUs alone promise equal bits."""
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+@pytest.fixture(autouse=True)
+def one_gpu_test_at_a_time(request, tmp_path_factory):
+    """With several processes of tests, let one at a time use the GPU."""
+    on_gpu = request.node.get_closest_marker("gpu")
+    lock = filelock.FileLock(tmp_path_factory.getbasetemp().parent / "gpu.lock")
+    with lock if on_gpu else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)
