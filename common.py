@@ -283,13 +283,14 @@ def fingerprint(*values: Any) -> str:
 def load_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer of --tokenizer: bytes, a tiktoken encoding, or a directory or hub id."""
     if name == "bytes":
-        encoding = tiktoken.Encoding(
-            name,
-            pat_str=r"[\s\S]",
-            mergeable_ranks={bytes([value]): value for value in range(256)},
-            special_tokens={"<|endoftext|>": 256},
+        return from_tiktoken(
+            tiktoken.Encoding(
+                name,
+                pat_str=r"[\s\S]",
+                mergeable_ranks={bytes([value]): value for value in range(256)},
+                special_tokens={"<|endoftext|>": 256},
+            )
         )
-        return from_tiktoken(encoding)
     if name in tiktoken.list_encoding_names():
         with refusing(f"--tokenizer {name} (if offline, TIKTOKEN_CACHE_DIR must hold its files)"):
             return from_tiktoken(tiktoken.get_encoding(name))
@@ -368,9 +369,8 @@ def open_dataset(name: str, configuration: str | None, split: str) -> datasets.D
     known_suffixes = [suffix for suffix in Path(name).suffixes if suffix in READERS]
     if not known_suffixes:
         return datasets.load_dataset(name, configuration, split=split)
-    reader = READERS[known_suffixes[-1]]  # the last one counts: a.txt.jsonl.gz is JSON
     return datasets.load_dataset(
-        reader,
+        READERS[known_suffixes[-1]],  # the last one counts: a.txt.jsonl.gz is JSON
         data_files=name,
         split=split,
         download_config=datasets.DownloadConfig(),  # downloads a file again that has changed
@@ -1280,16 +1280,17 @@ class Run:
         for source in (sys.argv[0], __file__):  # as they run now
             shutil.copy(source, self.directory)
         if self.config.wandb_project:
-            import wandb
+            with refusing("--wandb_project"):
+                import wandb
 
-            self.wandb = wandb.init(
-                project=self.config.wandb_project,
-                # One id for the life of the directory, so that a resumed run continues there too.
-                id=fingerprint(os.fstat(self.metrics.fileno()).st_ino, self.config.run_dir),
-                dir=self.directory,
-                config=self.facts,
-                resume="allow",
-            )
+                self.wandb = wandb.init(
+                    project=self.config.wandb_project,
+                    # One id for the life of the directory, so that a resumed run continues there.
+                    id=fingerprint(os.fstat(self.metrics.fileno()).st_ino, self.config.run_dir),
+                    dir=self.directory,
+                    config=self.facts,
+                    resume="allow",
+                )
 
     def request_stop(self, *_):
         self.stop_requested += 1

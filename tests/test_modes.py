@@ -236,8 +236,12 @@ def test_float8_is_for_the_linear_layers_of_blocks(run_worker):
         assert got["float8"] == (14 if "float8" in case else 0)
         assert got["final"].keys() == exact["final"].keys()
         assert difference(losses(got), losses(exact)) < 2e-2
-        assert difference(got["norms"], exact["norms"]) < 2e-2
-        assert difference(got["final"], exact["final"]) < 5e-2
+        # As in `check_agreement`: with 6 seeds, float8 moved the norm of the second step by up to
+        # 16 %, bf16 by up to 5 %, and the norm of the first one by up to 2.3 and 0.6 %.
+        first, second = zip(got["norms"], exact["norms"], strict=True)
+        assert difference(first[:1], first[1:]) < 2e-2
+        assert difference(second[:1], second[1:]) < 0.2
+        assert difference(got["final"], exact["final"]) < (0.1 if "float8" in case else 5e-2)
     got = seen["fsdp2 float8"]["losses"]
     assert difference(got, seen["fsdp2 bf16"]["losses"]) > 1e-6
     assert seen["fsdp2 float8_selective"]["losses"] == got

@@ -246,6 +246,7 @@ def train(script, flags: dict, device: torch.device, merge=False, count=False) -
     share = script.dp_rank_and_size(config)
     steps = list(training.stream(0, STEPS, accumulation, *share))
     model = script.build_model(config, script.build_model_config(config, tokenizer))
+    script.set_learning_rates(config, model.num_parameters())
     decayed = script.weight_decay_names(model)
     model = script.parallelize(model, config, device)
 
