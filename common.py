@@ -228,7 +228,8 @@ def launch(main: Callable):
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the first step there is nothing to save
     gc.freeze()  # garbage collections need not search what the imports have created
     try:
-        return main()
+        main()
+        return gc.unfreeze()  # or Triton (torch 2.15) reports at exit that its functions leak
     except (Exception, dcp.CheckpointException) as error:  # DCP's is not an Exception
         message, code, cause = traceback.format_exc(), 1, True
         if isinstance(error, Refusal):
@@ -1224,10 +1225,12 @@ class Run:
         architecture = model.config.to_diff_dict()
         for changing in ("_name_or_path", "transformers_version", "dtype"):
             architecture.pop(changing, None)
-        vocabulary = self.tokenizer.backend_tokenizer.to_str()
-        data = xxhash.xxh3_128_hexdigest(index.group ^ index.lengths)
         self.facts = vars(config) | {
-            "model_tokenizer_data": fingerprint(architecture, vocabulary, data),
+            "model_tokenizer_data": fingerprint(
+                architecture,
+                self.tokenizer.backend_tokenizer.to_str(),
+                xxhash.xxh3_128_hexdigest(index.group ^ index.lengths),
+            ),
             "parameters": model.num_parameters(),
             "world_size": self.world_size,
             "torch": torch.__version__,
