@@ -1280,7 +1280,8 @@ class Run:
         write_json(self.directory / "config.json", self.facts)
         self.metrics.truncate(metrics_bytes)
         shutil.rmtree(self.directory / "hf", ignore_errors=True)  # of fewer steps
-        for source in (sys.argv[0], __file__):  # as they run now
+        shared = Path(__file__).parent
+        for source in (sys.argv[0], shared / "chat.py", __file__):  # as they run now
             shutil.copy(source, self.directory)
         if self.config.wandb_project:
             with refusing("--wandb_project"):

@@ -26,11 +26,11 @@ P(N-1)/N, and nothing more while a rank samples, however long its answers are. T
 the answers go to all ranks. Each inner step communicates as fsdp2_pretrain.py does, 3P(N-1)/N.
 """
 
-import ast
 import contextlib
 import copy
 import gc
 import itertools
+import json
 import math
 import numbers
 import os
@@ -38,12 +38,10 @@ import re
 import signal
 import time
 import traceback
-import warnings
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from pydoc_data.topics import topics
 from types import SimpleNamespace
 from typing import Annotated, Any, Literal, NamedTuple
@@ -68,9 +66,16 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+)
 from transformers.cache_utils import DynamicCache
 
+import chat
 import common
 from common import flag
 
@@ -120,6 +125,10 @@ class Config(common.Flags):
     dataset: str = flag(
         "stdlib-docstrings",
         "stdlib-docstrings, a hub id, or a file, glob or URL of .parquet or .jsonl",
+    )
+    chat_template: Literal["own", "collection"] = flag(
+        "own",
+        "own: that of the tokenizer. collection: ours, if the model was trained with it",
     )
     max_length: PositiveInt = flag(
         512, "longest sequence of prompt and answer in tokens; longer prompts are left out"
@@ -218,31 +227,39 @@ class Config(common.Flags):
 
 # --- Conversations --------------------------------------------------------------------------------
 
-Messages = list[dict[str, str]]  # each with `role` and `content`
-ROLES = {"human": "user", "gpt": "assistant"}  # the names of ShareGPT's format
-# What a row or a message may hold beside its text. A chat template would silently leave it out.
-BEYOND_TEXT = [
-    "chat_template_kwargs",
-    "tool_calls",
-    "function_call",
-    "tools",
-    "functions",
-    "images",
-    "image",
-    "audio",
-    "audios",
-    "videos",
-    "video",
-    "reasoning",
-    "reasoning_content",
-    "thinking",
-    "thought",
-]
-EMPTY = ["None", "", "[]", "{}", "null"]  # the values of a column that holds nothing, as text
-COLUMNS = ["messages", "conversations", "prompt", "completion", "answer", "system", *BEYOND_TEXT]
+# A resumed run samples the same answers, and has the same reference.
+common.PLAN += ["prompts", "answers", "answer_length", "reference_weight"]
 
 
-def read_conversation(row: dict) -> tuple[Messages, str]:
+def chat_tokenizer(config: Config) -> common.Tokenizer:
+    """Load a tokenizer with a chat template, in which the model has learned to answer.
+
+    The attribute `turn_end` is the id that ends an answer, or None if there is no single one.
+    """
+    name = config.tokenizer
+    tokenizer = copy.deepcopy(common.load_tokenizer(name))
+    tokenizer.split_special_tokens = False  # parse the template's tokens as tokens
+    if config.chat_template == "collection":
+        tokenizer.chat_template = chat.TEMPLATE
+    if not tokenizer.chat_template:
+        common.refuse(f"--tokenizer {name} has no chat template: use fsdp2_sft.py first")
+    with common.refusing(f"--tokenizer {name}: its chat template fails"):
+        chat.tag_answers(tokenizer)
+        text, [[begin, end]] = chat.find_answers(tokenizer, chat.SAMPLE, 2)
+    # An answer ends with the first added token after its text that is not blank.
+    added = tokenizer.added_tokens_decoder
+    _, _, rest = text[begin:end].rpartition("answer")
+    endings = [i for i in encode(tokenizer, rest) if i in added and str(added[i]).strip()]
+    tokenizer.turn_end = endings[0] if endings else None
+    return tokenizer
+
+
+def encode(tokenizer: common.Tokenizer, text: str) -> list[int]:
+    """Return the ids of a text, with special tokens parsed as tokens."""
+    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def read_prompt(row: dict) -> tuple[chat.Messages, str]:
     """Return the messages of a row that are the prompt, and a reference answer.
 
     A last message of the assistant is the reference, unless there is a column `answer`. Without
@@ -251,122 +268,20 @@ def read_conversation(row: dict) -> tuple[Messages, str]:
     Raises:
         ValueError: why the row is left out.
     """
-    refuse_beyond_text(row)
-    messages = read_messages(row.get("system"), "system")
-    turns = row.get("messages") or row.get("conversations")
-    if turns:
-        messages += read_messages(turns, role="")  # a text alone has no role
-    else:
-        messages += read_messages(row.get("prompt"), "user")
-        messages += read_messages(row.get("completion"), "assistant")
+    messages, _ = chat.read_conversation(row)
     reference = ""
     if messages and messages[-1]["role"] == "assistant":
         reference = messages.pop()["content"]
     if row.get("answer") is not None:
-        reference = str(row["answer"])
+        reference = row["answer"]
+    # Numbers and dates of a typed column may not be what was written: 1.10 became 1.1.
+    if not isinstance(reference, str | int | list | dict):
+        raise ValueError("hold an answer that is not text")
+    if not isinstance(reference, str):
+        reference = json.dumps(reference, ensure_ascii=False, default=str)
     if all(message["role"] == "system" for message in messages):
         raise ValueError("hold no prompt")
     return messages, reference
-
-
-def refuse_beyond_text(item: dict) -> None:
-    """Raise a ValueError if a row or a message holds more than text."""
-    if any(str(item.get(name)) not in EMPTY for name in BEYOND_TEXT):
-        raise ValueError("hold tools, thoughts, media or template arguments beside the text")
-
-
-def read_messages(value: Any, role: str) -> Messages:
-    """Return the messages of a column: a list of them, a single one, or the text of `role`."""
-    if value is None:
-        return []
-    if isinstance(value, str):
-        value = {"role": role, "content": value}
-    if isinstance(value, dict):
-        value = [value]
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise ValueError("hold no messages")
-    return [read_message(message) for message in value]
-
-
-def read_message(message: dict) -> dict[str, str]:
-    """Return role and content of a message, or raise a ValueError if it is not plain text."""
-    refuse_beyond_text(message)
-    if message.get("weight") == 0:
-        raise ValueError("hold messages of weight 0, which are not for training")
-    role = message.get("role") or message.get("from")
-    content = message.get("content", message.get("value"))
-    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        texts = [part.get("text") for part in content if part.get("type") == "text"]
-        if len(texts) == len(content) and None not in texts:
-            content = "".join(texts)
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise ValueError("hold messages without role or text")
-    return {"role": ROLES.get(role, role), "content": content}
-
-
-def docstring_conversations(files: list[str]) -> Iterator[dict]:
-    """Yield a conversation for each documented function: think, then write its docstring."""
-    warnings.simplefilter("ignore", SyntaxWarning)
-    for file in files:
-        source = Path(file).read_text(encoding="utf-8", errors="replace")
-        for node in ast.walk(ast.parse(source)):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            docstring = ast.get_docstring(node)
-            if not docstring or len(node.body) == 1:
-                continue
-            del node.body[0]
-            arguments = ", ".join(argument.arg for argument in node.args.args) or "none"
-            thought = f"<|begin_of_thought|>\narguments: {arguments}\n<|end_of_thought|>\n\n"
-            solution = f"<|begin_of_solution|>\n{docstring}\n<|end_of_solution|>"
-            yield {
-                "system": "You write docstrings. Think first, then answer.",
-                "prompt": f"Write the docstring of:\n\n{ast.unparse(node)}",
-                "completion": thought + solution,
-            }
-
-
-common.EMBEDDED["stdlib-docstrings"] = docstring_conversations
-# A resumed run samples the same answers, and has the same reference.
-common.PLAN += ["prompts", "answers", "answer_length", "reference_weight"]
-# Single tokens of our chat format that an answer may contain.
-INSIDE = [
-    "<|begin_of_thought|>",
-    "<|end_of_thought|>",
-    "<|begin_of_solution|>",
-    "<|end_of_solution|>",
-]
-
-
-def chat_tokenizer(name: str) -> common.Tokenizer:
-    """Load a tokenizer that has a chat template, with the token that ends a turn as eos token.
-
-    The template stays as it is, because the model has learned to answer in its format.
-    """
-    tokenizer = copy.deepcopy(common.load_tokenizer(name))
-    tokenizer.split_special_tokens = False  # parse the template's tokens as tokens
-    with common.refusing(f"--tokenizer {name}: fine-tune the model with fsdp2_sft.py first"):
-        tokenizer.chat_template = tokenizer.get_chat_template()  # of several, the default one
-
-    sample = read_messages("question", "user") + read_messages("answer", "assistant")
-    with common.refusing(f"--tokenizer {name}: its chat template fails"):
-        text = tokenizer.apply_chat_template(sample, tokenize=False)
-        if "question" not in text or "answer" not in text:
-            raise ValueError("it leaves out the text of messages")
-
-    # A turn ends with the first added token after the answer that is not blank.
-    added = tokenizer.added_tokens_decoder
-    _, _, rest = text.rpartition("answer")
-    endings = [str(added[i]) for i in encode(tokenizer, rest) if i in added]
-    endings = [token for token in endings if token.strip()]
-    if endings:
-        tokenizer.eos_token = endings[0]
-    return tokenizer
-
-
-def encode(tokenizer: common.Tokenizer, text: str) -> list[int]:
-    """Return the ids of a text, with special tokens parsed as tokens."""
-    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def tokenize_prompt(row: dict, tokenizer: common.Tokenizer) -> tuple:
@@ -378,23 +293,15 @@ def tokenize_prompt(row: dict, tokenizer: common.Tokenizer) -> tuple:
     Raises:
         ValueError: why the conversation is left out.
     """
-    added = tokenizer.added_tokens_decoder.values()
-    special = {str(token) for token in added if token.special}
-    # Some tokenizers mark turns by added tokens that are not special.
-    markers = {str(token) for token in added if str(token) in tokenizer.chat_template}
-    messages, reference = read_conversation(row)
-    for message in messages:
-        # A text that spells out such a token could forge a turn.
-        forbidden = special | markers
-        if message["role"] == "assistant":
-            forbidden = special.difference(INSIDE)
-        text = message["role"] + message["content"]
-        if any(token in text for token in forbidden if token.strip()):
-            raise ValueError("spell out a special token")
-    render = partial(tokenizer.apply_chat_template, messages, tokenize=False)
+    messages, reference = read_prompt(row)
+    chat.refuse_special_tokens(tokenizer, messages)
+    render = partial(tokenizer.apply_chat_template, tokenize=False)
     try:
-        text = render(add_generation_prompt=True)
-        if text == render():
+        text = render(messages, add_generation_prompt=True)
+        # Without a generation prompt, the answer has to follow at once, as after [/INST].
+        answered = render([*messages, {"role": "assistant", "content": "answer"}])
+        follows = answered.removeprefix(text).lstrip().startswith("answer")
+        if text == render(messages) and not follows:
             raise ValueError("have a chat template that does not ask for an answer")
     except jinja2.TemplateError as problem:
         raise ValueError(f"have no place in the chat template: {problem}") from problem
@@ -785,10 +692,10 @@ def sample(
     model: nn.Module,
     prompts: list[np.ndarray],
     draws: np.ndarray,
-    eos_token_id: int,
+    end_ids: list[int],
     device: torch.device,
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Sample answers to prompts at temperature 1, each up to the token that ends the turn.
+    """Sample answers to prompts at temperature 1, each up to a token that ends the turn.
 
     Token t of answer i is where the cumulative probability exceeds draws[i, t]. So an answer does
     not depend on what is sampled beside it (except for rounding), as it would with one random
@@ -820,11 +727,12 @@ def sample(
     tokens = torch.full(draws.shape, -1, device=device)
     log_probs = torch.zeros(draws.shape, device=device)
     unfinished = torch.arange(len(draws), device=device)
+    endings = torch.tensor(end_ids, device=device)
     for t in range(draws.shape[1]):
         ids = draw_tokens(logits, draws[unfinished, t])
         tokens[unfinished, t] = ids[:, 0]
         log_probs[unfinished, t] = logits.log_softmax(-1).gather(1, ids)[:, 0]
-        kept = (ids[:, 0] != eos_token_id).nonzero()[:, 0]
+        kept = torch.isin(ids[:, 0], endings, invert=True).nonzero()[:, 0]
         if len(kept) == 0 or t == draws.shape[1] - 1:
             break
         if len(kept) < len(unfinished):  # an answer that has ended costs nothing more
@@ -872,8 +780,8 @@ def sample_groups(
         references.append(tokens[in_reference])
         generator = np.random.default_rng([config.seed, step, 1 + index])
         draws.append(generator.random((num_answers, config.answer_length)))
-    eos_token_id = run.tokenizer.eos_token_id
-    sampled = sample(model, prompts, np.concatenate(draws), eos_token_id, run.device)
+    end_ids = run.model_config.eos_token_id
+    sampled = sample(model, prompts, np.concatenate(draws), end_ids, run.device)
     groups = []
     for i, (prompt, reference) in enumerate(zip(prompts, references)):
         of_prompt = sampled[i * num_answers : (i + 1) * num_answers]
@@ -881,12 +789,12 @@ def sample_groups(
     return groups
 
 
-def judge(tokenizer: common.Tokenizer, answer: Answer) -> Answer:
+def judge(run: common.Run, answer: Answer) -> Answer:
     """Return an answer with its reward, 0 if it has not ended."""
-    if answer.tokens[-1] != tokenizer.eos_token_id:
+    if answer.tokens[-1] not in run.model_config.eos_token_id:
         return answer
     # The last token of answer and reference ends the turn.
-    texts = map(tokenizer.decode, (answer.prompt, answer.tokens[:-1], answer.reference[:-1]))
+    texts = map(run.tokenizer.decode, (answer.prompt, answer.tokens[:-1], answer.reference[:-1]))
     return answer._replace(reward=checked_reward(*texts))
 
 
@@ -913,7 +821,7 @@ def answer_prompts(
     while True:
         signals = run.stop_requested
         with torch.no_grad():  # it also restores this setting if `reward` changes it
-            judged = [[judge(run.tokenizer, answer) for answer in group] for group in groups]
+            judged = [[judge(run, answer) for answer in group] for group in groups]
         torch.set_default_dtype(torch.float32)  # and this one
         # NOTE: a signal that stops the run also kills programs that `reward` has started, because
         # torchrun, Slurm and Kubernetes send it to all processes of a rank. So judge again.
@@ -940,8 +848,8 @@ def roll_out(
     answers = [answer for group in groups for answer in group]
 
     rank, size = dp_rank_and_size(config)
-    eos_token_id = run.tokenizer.eos_token_id
-    batches = AnswerBatches(answers, advantages, config, padding_id=eos_token_id)
+    padding_id, end_ids = run.tokenizer.eos_token_id, run.model_config.eos_token_id
+    batches = AnswerBatches(answers, advantages, config, padding_id)
     micro_batches = batches.plan(0)
     # A forward all-gathers, so each rank needs equally many micro-batches. There are enough answers
     # to halve, because their number is a multiple of the ranks.
@@ -956,7 +864,7 @@ def roll_out(
         # The fraction of prompts whose answers differ in reward. Only these have a gradient.
         "mixed": (rewards.max(1) > rewards.min(1)).mean(),
         "answer_length": batch.num_targets / len(answers),
-        "truncated": np.mean([answer.tokens[-1] != eos_token_id for answer in answers]),
+        "truncated": np.mean([answer.tokens[-1] not in end_ids for answer in answers]),
         "sample_seconds": time.perf_counter() - started,
     }
 
@@ -976,11 +884,21 @@ def build_model_config(config: Config, tokenizer: common.Tokenizer) -> PreTraine
         model_config = AutoConfig.for_model(vocab_size=padded_size, **SHAPES[config.model])
     else:
         model_config = common.read_model_config(config, vocabulary_size)
-    model_config.eos_token_id = tokenizer.eos_token_id  # where generation stops
+    model_config.eos_token_id = end_tokens(config, tokenizer)  # where generation stops
     # transformers would keep the embedding of a pad token at zero. Padding is masked by position.
     model_config.pad_token_id = None
     model_config.bos_token_id = None
     return model_config
+
+
+def end_tokens(config: Config, tokenizer: common.Tokenizer) -> list[int]:
+    """Return the ids that end an answer: the end of a turn, and those of the base model."""
+    ends = {tokenizer.turn_end, tokenizer.eos_token_id}
+    if config.model == config.tokenizer:  # so that the ids mean the same
+        with contextlib.suppress(OSError):  # not every model has this file
+            listed = GenerationConfig.from_pretrained(config.model).eos_token_id
+            ends |= set(listed if isinstance(listed, list) else [listed])
+    return sorted(ends - {None})
 
 
 def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
@@ -1284,8 +1202,8 @@ def main() -> None:
 
     # Tokenizing can take longer than a collective may wait, so do it before the ranks meet. The
     # first rank of a node does the work, and the others find it in the cache.
-    tokenizer = chat_tokenizer(config.tokenizer)
-    documents = common.load_documents(config, COLUMNS, tokenize_prompt, tokenizer)
+    tokenizer = chat_tokenizer(config)
+    documents = common.load_documents(config, chat.COLUMNS, tokenize_prompt, tokenizer)
     training, validation = (leave_out_long(part, config) for part in documents.split())
     if config.prompts > len(training.lengths):
         common.refuse(
@@ -1320,8 +1238,8 @@ def main() -> None:
 
     run.begin(
         progress,
-        f"{config.prompts} prompts x {config.answers} answers a step, learning rate "
-        f"{config.learning_rate:g}",
+        f"{config.prompts} prompts x {config.answers} answers a step, sampled at "
+        f"temperature 1, learning rate {config.learning_rate:g}",
     )
     # Forked children (of a reward) have to die of a signal that stops the run.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

@@ -20,21 +20,17 @@ P(N-1)/N. Logits take memory for the target tokens only.
 The idea is ZeRO-3 (arXiv 1910.02054). Instruction tuning is described in arXiv 2203.02155.
 """
 
-import ast
+import contextlib
 import copy
 import gc
-import itertools
 import math
 import os
-import warnings
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import jinja2
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -52,9 +48,15 @@ from torch.utils.checkpoint import (
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
-from transformers.utils.chat_template_utils import render_jinja_template
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+)
 
+import chat
 import common
 from common import flag
 
@@ -104,6 +106,11 @@ class Config(common.Flags):
     dataset: str = flag(
         "stdlib-docstrings",
         "stdlib-docstrings, a hub id, or a file, glob or URL of .parquet or .jsonl",
+    )
+    chat_template: Literal["own", "collection"] = flag(
+        "own",
+        "own: that of the tokenizer, or ours if it has none. collection: ours, also in place of "
+        "the tokenizer's",
     )
     max_length: PositiveInt = flag(
         2048, "longest sequence in tokens; longer conversations are truncated"
@@ -178,192 +185,59 @@ class Config(common.Flags):
 
 # --- Conversations --------------------------------------------------------------------------------
 
-Messages = list[dict[str, str]]  # each with `role` and `content`
-ROLES = {"human": "user", "gpt": "assistant"}  # the names of ShareGPT's format
-# What a row or a message may hold beside its text. A chat template would silently leave it out.
-BEYOND_TEXT = [
-    "chat_template_kwargs",
-    "tool_calls",
-    "function_call",
-    "tools",
-    "functions",
-    "images",
-    "image",
-    "audio",
-    "audios",
-    "videos",
-    "video",
-    "reasoning",
-    "reasoning_content",
-    "thinking",
-    "thought",
-]
-EMPTY = ["None", "", "[]", "{}", "null"]  # the values of a column that holds nothing, as text
-COLUMNS = ["messages", "conversations", "prompt", "completion", "system", *BEYOND_TEXT]
 
+def chat_tokenizer(config: Config) -> tuple[common.Tokenizer, int]:
+    """Load the tokenizer of a chat model as it is; also returns the first id that was free before.
 
-def read_conversation(row: dict) -> tuple[Messages, int]:
-    """Return the messages of a row, and how many of the last answers to train on.
-
-    With `messages` or `conversations` that is every answer. (A `prompt` beside them repeats the
-    first question.) With `prompt` and `completion` it is the answers in the completion.
-
-    Raises:
-        ValueError: why the row is left out.
+    One without a chat template (or with --chat_template collection) gets `chat.TEMPLATE` and its
+    tokens, the end of a turn as eos token, and a pad token. The attribute `turn_end` is the id that
+    ends an answer.
     """
-    refuse_beyond_text(row)
-    messages = read_messages(row.get("system"), "system")
-    turns = row.get("messages") or row.get("conversations")
-    if turns:
-        answered = read_messages(turns, role="")  # a text alone has no role
-    else:
-        messages += read_messages(row.get("prompt"), "user")
-        answered = read_messages(row.get("completion"), "assistant")
-    answers = sum(message["role"] == "assistant" for message in answered)
-    if not answers:
-        raise ValueError("hold no answer")
-    return messages + answered, answers
-
-
-def refuse_beyond_text(item: dict) -> None:
-    """Raise a ValueError if a row or a message holds more than text."""
-    if any(str(item.get(name)) not in EMPTY for name in BEYOND_TEXT):
-        raise ValueError("hold tools, thoughts, media or template arguments beside the text")
-
-
-def read_messages(value: Any, role: str) -> Messages:
-    """Return the messages of a column: a list of them, a single one, or the text of `role`."""
-    if value is None:
-        return []
-    if isinstance(value, str):
-        value = {"role": role, "content": value}
-    if isinstance(value, dict):
-        value = [value]
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
-        raise ValueError("hold no messages")
-    return [read_message(message) for message in value]
-
-
-def read_message(message: dict) -> dict[str, str]:
-    """Return role and content of a message, or raise a ValueError if it is not plain text."""
-    refuse_beyond_text(message)
-    if message.get("weight") == 0:
-        raise ValueError("hold messages of weight 0, which are not for training")
-    role = message.get("role") or message.get("from")
-    content = message.get("content", message.get("value"))
-    if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        texts = [part.get("text") for part in content if part.get("type") == "text"]
-        if len(texts) == len(content) and None not in texts:
-            content = "".join(texts)
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise ValueError("hold messages without role or text")
-    return {"role": ROLES.get(role, role), "content": content}
-
-
-def docstring_conversations(files: list[str]) -> Iterator[dict]:
-    """Yield a conversation for each documented function: think, then write its docstring."""
-    warnings.simplefilter("ignore", SyntaxWarning)
-    for file in files:
-        source = Path(file).read_text(encoding="utf-8", errors="replace")
-        for node in ast.walk(ast.parse(source)):
-            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                continue
-            docstring = ast.get_docstring(node)
-            if not docstring or len(node.body) == 1:
-                continue
-            del node.body[0]
-            arguments = ", ".join(argument.arg for argument in node.args.args) or "none"
-            thought = f"<|begin_of_thought|>\narguments: {arguments}\n<|end_of_thought|>\n\n"
-            solution = f"<|begin_of_solution|>\n{docstring}\n<|end_of_solution|>"
-            yield {
-                "system": "You write docstrings. Think first, then answer.",
-                "prompt": f"Write the docstring of:\n\n{ast.unparse(node)}",
-                "completion": thought + solution,
-            }
-
-
-common.EMBEDDED["stdlib-docstrings"] = docstring_conversations
-
-# The single tokens of our chat format: those around a turn, and those that an answer may contain.
-TURN = ["<|im_start|>", "<|im_end|>"]
-INSIDE = [
-    "<|begin_of_thought|>",
-    "<|end_of_thought|>",
-    "<|begin_of_solution|>",
-    "<|end_of_solution|>",
-]
-# The loss covers what is between `generation` and `endgeneration`: the answer and the end of the
-# turn. Without the latter, a model would not learn to stop.
-TEMPLATE = """\
-{%- for message in messages -%}{{- '<|im_start|>' + message.role + '\\n' -}}
-{%- if message.role != 'assistant' -%}{{- message.content + '<|im_end|>' -}}{%- else -%}
-{%- generation -%}{{- message.content + '<|im_end|>' -}}{%- endgeneration -%}{%- endif -%}
-{{- '\\n' -}}{%- endfor -%}
-{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"""
-
-
-def chat_tokenizer(name: str) -> tuple[common.Tokenizer, int]:
-    """Load a tokenizer; give it a chat template, the end of a turn as eos token, and a pad token.
-
-    Its own template is used if it marks the assistant's tokens. Otherwise the tokenizer gets
-    TEMPLATE and its tokens. Also returns the first id that was free before.
-    """
+    name = config.tokenizer
     tokenizer = copy.deepcopy(common.load_tokenizer(name))
     known_ids = 1 + max(tokenizer.get_vocab().values())  # some tokenizers skip ids
-    text_end = tokenizer.eos_token
     tokenizer.split_special_tokens = False  # parse the template's tokens as tokens
-    if "endgeneration" not in str(tokenizer.chat_template):
-        tokenizer.chat_template = TEMPLATE
+    if config.chat_template == "collection" or not tokenizer.chat_template:
+        common.say("conversations get the chat template of this collection")
+        tokenizer.chat_template = chat.TEMPLATE
         if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:  # it starts each text so
-            tokenizer.chat_template = "{{- bos_token -}}" + TEMPLATE
-        tokenizer.add_special_tokens({"additional_special_tokens": TURN + INSIDE})
-
-    sample = read_messages("question", "user") + read_messages("answer", "assistant")
-    with common.refusing(f"--tokenizer {name}: its chat template fails"):
-        ids, in_loss = encode(tokenizer, sample, answers=1)
-        text = tokenizer.decode(ids)
-        if "question" not in text or "answer" not in text:
-            raise ValueError("it leaves out the text of messages")
-
-    # A turn ends with the last token in the loss that is not blank, if that is an added token.
+            tokenizer.chat_template = "{{- bos_token -}}" + chat.TEMPLATE
+        tokens = chat.TURN + chat.INSIDE
+        tokenizer.add_special_tokens({"additional_special_tokens": tokens})
+        # NOTE: other trainers mask the pad token. If it also ends a text or a turn, their models
+        # never learn to stop.
+        if tokenizer.pad_token in [None, tokenizer.eos_token, *chat.TURN]:
+            tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+        tokenizer.eos_token = chat.TURN[1]
+    with common.refusing(f"--tokenizer {name}: its chat template fails (see --chat_template)"):
+        chat.tag_answers(tokenizer)
+        ids, in_loss = encode(tokenizer, chat.SAMPLE, start=2)
+    # An answer ends with the last token in the loss that is not blank.
     added = tokenizer.added_tokens_decoder
-    not_blank = [i for i in ids[in_loss].tolist() if tokenizer.decode([i]).strip()]
-    if not_blank and not_blank[-1] in added:
-        tokenizer.eos_token = str(added[not_blank[-1]])
-
-    # NOTE: other trainers mask the pad token. If it also ends a turn, their models never learn to
-    # stop. So use a special token without any other use, or add one.
-    endings = [text_end, tokenizer.eos_token]
-    if tokenizer.pad_token in [None, *endings]:
-        used = "".join([text, tokenizer.chat_template, *endings, *INSIDE])
-        special = [str(token) for token in added.values() if token.special]
-        spare = [token for token in special if token not in used]
-        tokenizer.add_special_tokens({"pad_token": spare[0] if spare else "<|pad|>"})
+    *_, tokenizer.turn_end = [i for i in ids[in_loss].tolist() if tokenizer.decode([i]).strip()]
+    if tokenizer.turn_end not in added:
+        common.refuse(
+            f"--tokenizer {name}: in its chat template no single token ends an answer, so a model "
+            "would not learn to stop; --chat_template collection has one"
+        )
     return tokenizer, known_ids
 
 
 def encode(
-    tokenizer: common.Tokenizer, messages: Messages, answers: int
+    tokenizer: common.Tokenizer, messages: chat.Messages, start: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the ids of a conversation, and whether each is in the loss: those of the last answers.
+    """Return the ids of a conversation, and whether each is in the loss.
 
-    A token is in the loss if it overlaps a span that the template marks. (Transformers' own mask
-    loses the last bytes of a character that is several tokens.)
+    The loss covers the answers after the messages before `start`. A token is in the loss if it
+    overlaps an answer. (Transformers' own mask loses the last bytes of a character that is several
+    tokens.)
     """
-    [text], [spans] = render_jinja_template(
-        [messages],
-        chat_template=tokenizer.chat_template,
-        return_assistant_tokens_mask=True,
-        **tokenizer.special_tokens_map,
-    )
-    all_answers = sum(message["role"] == "assistant" for message in messages)
-    # A template may mark several spans of an answer.
-    skipped = (all_answers - answers) * len(spans) // all_answers
+    text, spans = chat.find_answers(tokenizer, messages, start)
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     starts, ends = np.array(encoding.offsets).T  # in characters
     starts = np.minimum(starts, np.roll(ends, 1))  # some tokenizers skip blanks between tokens
     in_loss = np.zeros(len(encoding.ids), bool)
-    for begin, end in spans[skipped:]:
+    for begin, end in spans:
         in_loss |= (starts < ends) & (starts < end) & (ends > begin)
     return np.array(encoding.ids, np.uint32), in_loss
 
@@ -377,24 +251,13 @@ def tokenize_conversation(row: dict, tokenizer: common.Tokenizer) -> tuple:
     Raises:
         ValueError: why the conversation is left out.
     """
-    added = tokenizer.added_tokens_decoder.values()
-    special = {str(token) for token in added if token.special}
-    # Some tokenizers mark turns by added tokens that are not special.
-    markers = {str(token) for token in added if str(token) in tokenizer.chat_template}
-    messages, answers = read_conversation(row)
-    for message in messages:
-        # A text that spells out such a token could forge a turn.
-        forbidden = special | markers
-        if message["role"] == "assistant":
-            forbidden = special.difference(INSIDE)
-        text = message["role"] + message["content"]
-        if any(token in text for token in forbidden if token.strip()):
-            raise ValueError("spell out a special token")
-    prompt = itertools.takewhile(lambda message: message["role"] != "assistant", messages)
-    try:
-        return *encode(tokenizer, messages, answers), list(prompt), 0
-    except jinja2.TemplateError as problem:
-        raise ValueError(f"have no place in the chat template: {problem}") from problem
+    messages, start = chat.read_conversation(row)
+    roles = [message["role"] for message in messages]
+    if "assistant" not in roles[start:]:
+        raise ValueError("hold no answer: no message of the assistant, and no column completion")
+    chat.refuse_special_tokens(tokenizer, messages)
+    prompt = messages[: roles.index("assistant")]
+    return *encode(tokenizer, messages, start), prompt, 0
 
 
 def truncate(documents: common.Sequences, max_length: int) -> common.Sequences:
@@ -636,11 +499,21 @@ def build_model_config(
         model_config = common.read_model_config(config, known_ids)
         if vocabulary_size > model_config.vocab_size:
             model_config.vocab_size = padded_size  # room for the chat template's tokens
-    model_config.eos_token_id = tokenizer.eos_token_id  # where generation stops
+    model_config.eos_token_id = end_tokens(config, tokenizer)  # where generation stops
     # transformers would keep the embedding of a pad token at zero. Padding is masked by position.
     model_config.pad_token_id = None
     model_config.bos_token_id = None
     return model_config
+
+
+def end_tokens(config: Config, tokenizer: common.Tokenizer) -> list[int]:
+    """Return the ids that end an answer: the end of a turn, and those of the base model."""
+    ends = {tokenizer.turn_end, tokenizer.eos_token_id}
+    if config.model == config.tokenizer:  # so that the ids mean the same
+        with contextlib.suppress(OSError):  # not every model has this file
+            listed = GenerationConfig.from_pretrained(config.model).eos_token_id
+            ends |= set(listed if isinstance(listed, list) else [listed])
+    return sorted(ends - {None})
 
 
 def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
@@ -936,8 +809,8 @@ def main() -> None:
 
     # Tokenizing can take longer than a collective may wait, so do it before the ranks meet. The
     # first rank of a node does the work, and the others find it in the cache.
-    tokenizer, known_ids = chat_tokenizer(config.tokenizer)
-    documents = common.load_documents(config, COLUMNS, tokenize_conversation, tokenizer)
+    tokenizer, known_ids = chat_tokenizer(config)
+    documents = common.load_documents(config, chat.COLUMNS, tokenize_conversation, tokenizer)
     # Split before truncating, so that the split does not depend on --max_length.
     training, validation = (
         ConversationBatches(truncate(part, config.max_length), config, tokenizer.eos_token_id)
