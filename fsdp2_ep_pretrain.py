@@ -35,7 +35,6 @@ import math
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -254,8 +253,11 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     if config.precision == "bf16":
         # Parameters are cast to bf16 as they are all-gathered, so blocks compute in bf16. The
         # shards and the optimizer state stay fp32. Reduce gradients in fp32 too. The default is
-        # bf16 in torch 2.13, and the type of the shards from 2.15 on.
-        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        # bf16 in torch 2.13, and the type of the shards from 2.15 on. Do not cast a block's inputs
+        # either: what the model computes in fp32 (rotary embeddings in some types) stays fp32.
+        precision = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
 
     initialize(model, modules_outside_blocks(model), config.seed, device)
     model.tie_weights()  # `initialize` gave each module memory of its own, which untied them
@@ -270,8 +272,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
                 layer.experts,
                 mesh=mesh["shard"],
                 shard_placement_fn=partial(choose_dimension, shards),
-                # A router's weights may be fp32 and have to stay so.
-                mp_policy=replace(precision, cast_forward_inputs=False),
+                mp_policy=precision,
                 reshard_after_forward=config.reshard_after_forward,
             )
         fully_shard(

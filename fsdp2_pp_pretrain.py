@@ -272,9 +272,10 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     if config.precision == "bf16":
         # Parameters are cast to bf16 as they are all-gathered, so blocks compute in bf16. The
         # shards and the optimizer state stay fp32. Reduce gradients in fp32 too. The default is
-        # bf16 in torch 2.13, and the type of the shards from 2.15 on.
+        # bf16 in torch 2.13, and the type of the shards from 2.15 on. Do not cast a block's inputs
+        # either: what the model computes in fp32 (rotary embeddings in some types) stays fp32.
         options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
