@@ -1,4 +1,4 @@
-"""What computes in which precision: types that compute a part of a block's inputs in fp32."""
+"""What real model types need: fp32 inputs, no decay of state-space parameters, many lengths."""
 
 import importlib
 import warnings
@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import SMALL, small_mixture, small_shape
+from test_house import SCRIPTS
 from test_types import CPU, build, plain_model, summed_loss
 from torch.distributed.fsdp import FSDPModule
 
@@ -63,3 +64,56 @@ def test_no_fsdp2_script_casts_the_inputs_of_blocks(name, tmp_path):
     for unit in units:
         policy = unit._get_fsdp_state()._mp_policy
         assert policy.param_dtype == torch.bfloat16 and not policy.cast_forward_inputs
+
+
+# --- Weight decay ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba", "kimi_linear", "falcon_mamba", "qwen3_next"])
+def test_state_space_parameters_do_not_decay(name):
+    """Mamba's own code excludes them. Decay would pull each rate exp(A_log) towards 1."""
+    model = plain_model(name)
+    own = {key for key, _ in model.named_parameters() if key.endswith((".A_log", ".D", ".dt_bias"))}
+    assert own
+    for script in SCRIPTS:
+        decayed = importlib.import_module(script.removesuffix(".py")).weight_decay_names(model)
+        assert decayed and not own & decayed
+
+
+# --- Compiling many lengths -----------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+def test_more_lengths_than_torch_expects_are_still_compiled(monkeypatch):
+    """By default torch stops at 256 graphs in all, whatever `recompile_limit` is."""
+    compile_block = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda block, **more: compile_block(block, **more, backend=seen)
+    )
+    graphs = []
+
+    def seen(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    block = Block()
+    config = fsdp2_pretrain.Config(compile=True, pad_to_multiple_of=2)
+    fsdp2_pretrain.compile_blocks([block], config)
+    for length in range(1, 301):
+        block(torch.zeros(length, 2))
+    torch._dynamo.reset()
+    assert len(graphs) == 300
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_raises_both_limits(name):
+    script = importlib.import_module(name.removesuffix(".py"))
+    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):
+        script.compile_blocks([], fsdp2_pretrain.Config())
+        limits = torch._dynamo.config
+        assert min(limits.recompile_limit, limits.accumulated_recompile_limit) >= 10_000
