@@ -392,9 +392,9 @@ def document_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: None,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
     scaling: float | None = None,
-    cu_seq_lens_q: torch.Tensor | None = None,
-    max_length_q: int = 0,
     **kwargs: Any,
 ) -> tuple:
     """Causal attention within each document of a packed sequence, for `AttentionInterface`.
@@ -403,9 +403,9 @@ def document_attention(
 
     Args:
         query: [1, heads, length, head size]; key and value may have fewer heads.
-        scaling: factor of the scores; None for 1 / sqrt(head size).
         cu_seq_lens_q: int32 [documents + 1], cumulative sequence lengths.
         max_length_q: the longest a document can be.
+        scaling: factor of the scores; None for 1 / sqrt(head size).
 
     Raises:
         ValueError: the model asks for something that this attention does not apply.
@@ -439,7 +439,7 @@ def attend_one_by_one(
     scaling: float | None,
 ) -> torch.Tensor:
     """Compute the same without the variable-length kernel, which needs CUDA and half precision."""
-    lengths = [length for length in boundaries.diff().tolist() if length > 0]
+    lengths = [length for length in boundaries.diff().tolist() if length]
     outputs = [
         nn.functional.scaled_dot_product_attention(
             *document, is_causal=True, scale=scaling, enable_gqa=True
@@ -498,7 +498,9 @@ def compile_blocks(blocks: Iterable[nn.Module], config: Config) -> None:
     # With few lengths, compile a graph for each, for training and for validation. Otherwise let the
     # compiler find one graph for all lengths.
     few_lengths = config.pad_to_multiple_of > 1 or config.batching == "packed"
-    torch._dynamo.config.recompile_limit = 1000
+    # After so many graphs, blocks would run in eager mode. The second limit counts all of them.
+    torch._dynamo.config.recompile_limit = 10_000
+    torch._dynamo.config.accumulated_recompile_limit = 10_000
     for block in blocks:
         block.compile(dynamic=False if few_lengths else None)
 
@@ -535,17 +537,18 @@ def weight_decay_names(model: nn.Module) -> set[str]:
     return {
         name
         for name, parameter in model.named_parameters()
-        if parameter.ndim > 1 and parameter not in embeddings and not name.endswith("bias")
+        if parameter.ndim > 1
+        and parameter not in embeddings
+        and not name.endswith(("bias", "A_log"))  # A_log: decay rates of state-space models
     }
 
 
 def build_optimizer(model: nn.Module, decayed: set[str], config: Config) -> torch.optim.AdamW:
     """Build AdamW over this rank's parameters; `decayed` are the names with weight decay."""
+    trained = [(name, p) for name, p in optimizer_parameters(model) if p.requires_grad]
     with_decay, without_decay = [], []
-    for name, parameter in optimizer_parameters(model):
-        if parameter.requires_grad:
-            (with_decay if name in decayed else without_decay).append(parameter)
-    trained = [p for _, p in optimizer_parameters(model) if p.requires_grad]
+    for name, parameter in trained:
+        (with_decay if name in decayed else without_decay).append(parameter)
     assert len({*with_decay, *without_decay}) == len(trained), "each parameter is in one group"
     groups = [
         {"params": with_decay, "weight_decay": config.weight_decay},

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 # What the scripts use of torch although it is private or not documented. torch 2.13, 2.14 and 2.15
 # have all of these; a later version may change them without notice.
 PRIVATE = """
+torch._dynamo.config.accumulated_recompile_limit
 torch._dynamo.config.optimize_ddp
 torch._dynamo.config.recompile_limit
 torch._functorch.config.enable_autograd_cache

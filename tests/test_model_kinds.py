@@ -1,0 +1,119 @@
+"""What real model types need: fp32 inputs, no decay of state-space parameters, many lengths."""
+
+import importlib
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import SMALL, small_mixture, small_shape
+from test_house import SCRIPTS
+from test_types import CPU, build, plain_model, summed_loss
+from torch.distributed.fsdp import FSDPModule
+
+import common
+import fsdp1_pretrain
+import fsdp2_pretrain
+
+# Flags for one rank.
+ALONE = {
+    "fsdp2_pretrain": {},
+    "fsdp2_tp_pretrain": {"tensor_parallel": 1},
+    "fsdp2_cp_pretrain": {"context_parallel": 1},
+    "fsdp2_pp_pretrain": {"pipeline_parallel": 1},
+    "fsdp2_ep_pretrain": {"expert_parallel": 1},
+    "fsdp2_nd_pretrain": {"tensor_parallel": 1, "context_parallel": 1, "pipeline_parallel": 1},
+    "fsdp2_sft": {},
+    "fsdp2_grpo": {},
+}
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("name", ["olmo", "mpt"])
+def test_bf16_losses_of_fsdp1_and_fsdp2_are_equal_to_the_last_bit(name, tmp_path):
+    """OLMo's rotary embeddings and MPT's attention biases are fp32 inputs of a block."""
+    plain_model(name).save_pretrained(tmp_path, save_original_format=False)
+    tokenizer = common.load_tokenizer("bytes")
+    losses = []
+    for script in (fsdp1_pretrain, fsdp2_pretrain):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # FSDP1 says that one rank shards nothing
+            model = build(script, tmp_path, tokenizer, precision="bf16")
+            common.load_weights(model, str(tmp_path))
+            losses.append(summed_loss(model.train(), "bucketed").item())
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_no_fsdp2_script_casts_the_inputs_of_blocks(name, tmp_path):
+    script = importlib.import_module(name)
+    shape = small_mixture() if name == "fsdp2_ep_pretrain" else small_shape()
+    shape.save_pretrained(tmp_path)
+    flags = {} if name == "fsdp2_grpo" else SMALL
+    config = script.Config(model=str(tmp_path), precision="bf16", **flags | ALONE[name])
+    model = script.parallelize(script.build_model(config, shape), config, CPU)
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    assert len(units) >= 2
+    for unit in units:
+        policy = unit._get_fsdp_state()._mp_policy
+        assert policy.param_dtype == torch.bfloat16 and not policy.cast_forward_inputs
+
+
+# --- Weight decay ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mamba", "jamba", "kimi_linear", "falcon_mamba", "qwen3_next"])
+def test_state_space_parameters_do_not_decay(name):
+    """Mamba's own code excludes them. Decay would pull each rate exp(A_log) towards 1."""
+    model = plain_model(name)
+    own = {key for key, _ in model.named_parameters() if key.endswith((".A_log", ".D", ".dt_bias"))}
+    assert own
+    for script in SCRIPTS:
+        decayed = importlib.import_module(script.removesuffix(".py")).weight_decay_names(model)
+        assert decayed and not own & decayed
+
+
+# --- Compiling many lengths -----------------------------------------------------------------------
+
+
+class Block(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 1
+
+
+def test_more_lengths_than_torch_expects_are_still_compiled(monkeypatch):
+    """By default torch stops at 256 graphs in all, whatever `recompile_limit` is."""
+    compile_block = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda block, **more: compile_block(block, **more, backend=seen)
+    )
+    graphs = []
+
+    def seen(graph, _):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    block = Block()
+    config = fsdp2_pretrain.Config(compile=True, pad_to_multiple_of=2)
+    fsdp2_pretrain.compile_blocks([block], config)
+    for length in range(1, 301):
+        block(torch.zeros(length, 2))
+    torch._dynamo.reset()
+    assert len(graphs) == 300
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_every_script_raises_both_limits(name):
+    script = importlib.import_module(name.removesuffix(".py"))
+    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):
+        script.compile_blocks([], fsdp2_pretrain.Config())
+        limits = torch._dynamo.config
+        assert min(limits.recompile_limit, limits.accumulated_recompile_limit) >= 10_000
