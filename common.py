@@ -24,6 +24,7 @@ import datetime
 import fcntl
 import functools
 import gc
+import glob
 import inspect
 import itertools
 import json
@@ -84,7 +85,7 @@ class Flags:
     # data
     tokenizer: str = flag("bytes", "bytes, a tiktoken encoding (gpt2), or a directory or hub id")
     dataset: str = flag(
-        "stdlib", "stdlib, a hub id, or a .parquet .jsonl .csv .txt file, glob or URL"
+        "stdlib", "stdlib, a hub id, or a .parquet .jsonl .json .txt file, glob or URL"
     )
     dataset_config: str | None = flag(None, "configuration name of a hub dataset")
     dataset_split: str = flag("train", "split, as in datasets.load_dataset")
@@ -332,7 +333,8 @@ def encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
 
 # --- Corpus: anything that `datasets` reads -------------------------------------------------------
 
-READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".txt": "text", ".csv": "csv"}
+READERS = {".parquet": "parquet", ".jsonl": "text", ".json": "json", ".txt": "text"}
+JSON = "a line of JSON"  # column of .jsonl files; `tokenize` parses it
 
 
 def standard_library_files() -> list:
@@ -345,7 +347,6 @@ def standard_library_files() -> list:
 
 def standard_library_documents(files: list) -> Iterator:
     """Yield each top-level function or class as a document."""
-    warnings.simplefilter("ignore", SyntaxWarning)
     for file in files:
         source = Path(file).read_text(encoding="utf-8", errors="replace")
         lines = source.splitlines(keepends=True)
@@ -370,12 +371,21 @@ def open_dataset(name: str, configuration: str | None, split: str) -> datasets.D
     known_suffixes = [suffix for suffix in Path(name).suffixes if suffix in READERS]
     if not known_suffixes:
         return datasets.load_dataset(name, configuration, split=split)
-    return datasets.load_dataset(
-        READERS[known_suffixes[-1]],  # the last one counts: a.txt.jsonl.gz is JSON
+    suffix = known_suffixes[-1]  # the last one counts: a.txt.jsonl.gz is JSON
+    if Path(name).is_dir():  # as Spark writes it
+        name += f"/**/*{suffix}*"
+    # datasets' cache knows a local file by its time, which can stay when another one replaces it.
+    sizes = [os.path.getsize(file) for file in glob.glob(name, recursive=True)]
+    corpus = datasets.load_dataset(
+        READERS[suffix],
+        fingerprint(sizes),
         data_files=name,
         split=split,
         download_config=datasets.DownloadConfig(),  # downloads a file again that has changed
+        # Or datasets would write texts as JSON where a column has values of other types.
+        **({"on_mixed_types": None} if suffix == ".json" else {}),
     )
+    return corpus.rename_column("text", JSON) if suffix == ".jsonl" else corpus
 
 
 # --- Documents: tokens on disk --------------------------------------------------------------------
@@ -405,14 +415,22 @@ def tokenize_text(row: dict, tokenizer: Tokenizer) -> tuple:
     return tokens, np.ones(len(tokens), bool), text, len(text.encode())
 
 
-def tokenize(row: dict, function: Callable, tokenizer: Tokenizer) -> dict:
+def tokenize(row: dict, columns: list, function: Callable, tokenizer: Tokenizer) -> dict:
     """Return what the cache holds of a document."""
     row = dict(row)  # reads it here, so that a file with broken UTF-8 is refused
     tokens = in_loss = []
     group = left_out = ""
     num_bytes = 0
     try:
+        # Each row has its own types. A reader of whole columns would guess one for all of them.
+        if JSON in row:
+            row = json.loads(row[JSON])
+        row = {name: row[name] for name in columns if isinstance(row, dict) and name in row}
+        if not row:
+            raise ValueError(f"have no column {' or '.join(columns[:4])}")
         tokens, in_loss, group, num_bytes = function(row, tokenizer)
+    except json.JSONDecodeError:
+        left_out = "are broken JSON"
     except ValueError as problem:
         left_out = str(problem)
     return {
@@ -435,9 +453,11 @@ def load_documents(
         columns: those to read if they are there.
         function: a module-level function as `tokenize_text`.
     """
-    with refusing(f"--dataset {config.dataset} cannot be read"):
+    with refusing(
+        f"--dataset {config.dataset} cannot be read (convert other files to .parquet or .jsonl)"
+    ):
         corpus = open_dataset(config.dataset, config.dataset_config, config.dataset_split)
-        present = [column for column in columns if column in corpus.column_names]
+        present = [column for column in [JSON, *columns] if column in corpus.column_names]
         if not present:
             raise ValueError(f"it has no column {' or '.join(columns[:4])}: {corpus.column_names}")
         corpus = corpus.select_columns(present)
@@ -446,6 +466,7 @@ def load_documents(
         key = fingerprint(
             corpus._fingerprint,
             CACHE_VERSION,
+            columns,
             inspect.getsource(function),
             tokenizer.special_tokens_map,
             tokenizer.chat_template,
@@ -458,13 +479,16 @@ def load_documents(
         documents = corpus.map(
             tokenize,
             remove_columns=present,
-            fn_kwargs={"function": function, "tokenizer": tokenizer},
+            fn_kwargs={"columns": columns, "function": function, "tokenizer": tokenizer},
             new_fingerprint=key,
             num_proc=min(len(os.sched_getaffinity(0)), len(corpus) // 1000),
         )
         lock.release()
-    table = documents.remove_columns(["tokens", "in_loss"]).to_pandas()
-    for reason, count in table.pop("left_out").value_counts().items():
+        table = documents.remove_columns(["tokens", "in_loss"]).to_pandas()
+        left_out = table.pop("left_out")
+        if all(left_out):
+            raise ValueError(f"all its documents {left_out[0]}; the first is {corpus[0]}")
+    for reason, count in left_out.value_counts().items():
         if reason:
             say(f"{count:,} documents are left out, because they {reason}")
     index = table.assign(document=table.index, start=0).to_records(index=False)
@@ -663,7 +687,7 @@ class Batches:
             begin = ends[-1] if packed else i * width
             ends.append(begin + len(tokens) - 1)
             inputs.flat[begin : ends[-1]] = tokens[:-1]
-            labels.flat[begin : ends[-1]] = np.where(in_loss, tokens.astype(int), IGNORED)[1:]
+            labels.flat[begin : ends[-1]] = np.where(in_loss, tokens, IGNORED)[1:]
         micro_batch = {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
         if packed:
             longest = self.config.max_length
