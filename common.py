@@ -296,9 +296,13 @@ def load_tokenizer(name: str) -> Tokenizer:
         with refusing(f"--tokenizer {name} (if offline, TIKTOKEN_CACHE_DIR must hold its files)"):
             return from_tiktoken(tiktoken.get_encoding(name))
     with refusing(f"tokenizer {name} is not bytes, a tiktoken encoding or a Hugging Face one"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
-        refuse(f"--tokenizer {name} lacks an end-of-text (eos) token or a fast implementation")
+        transformers.utils.cached_file(name, "tokenizer.json")  # raises an error without one
+        by_class = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        # Many classes replace the pre-tokenizer of the file by their own, so that the ids differ.
+        # But where the files name no eos token (gpt2), the class knows it.
+        tokenizer = Tokenizer.from_pretrained(name, eos_token=by_class.eos_token)
+    if tokenizer.eos_token_id is None:
+        refuse(f"--tokenizer {name} lacks an end-of-text (eos) token")
     tokenizer.backend_tokenizer.no_truncation()  # a trainer may have left them on
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
@@ -323,10 +327,13 @@ def from_tiktoken(encoding: tiktoken.Encoding) -> Tokenizer:
 
 
 def encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the ids of a text, uint32. Special tokens that it spells out stay plain text."""
+    """Return the ids of a text, uint32, with those that the tokenizer adds to each text (bos).
+
+    Special tokens that the text spells out stay plain text.
+    """
     if hasattr(tokenizer, "encoding"):  # four times as fast as its conversion
         return tokenizer.encoding.encode_to_numpy(text, disallowed_special=())
-    encoding = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+    encoding = tokenizer(text, split_special_tokens=True, verbose=False)
     return np.array(encoding["input_ids"], np.uint32)
 
 
@@ -382,7 +389,7 @@ def open_dataset(name: str, configuration: str | None, split: str) -> datasets.D
 
 # Part of the cache key. NOTE: raise it when you change what the cache holds. The key also has the
 # source of the function that tokenizes a document, but not of the functions that this one calls.
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 
 
 def tokenize_text(row: dict, tokenizer: Tokenizer) -> tuple:
@@ -401,7 +408,9 @@ def tokenize_text(row: dict, tokenizer: Tokenizer) -> tuple:
     [text] = row.values()
     if not isinstance(text, str) or not text:
         raise ValueError("hold no text")
-    tokens = np.append(encode_text(text, tokenizer), np.uint32(tokenizer.eos_token_id))
+    tokens = encode_text(text, tokenizer)
+    if tokenizer.eos_token_id not in tokens[-1:]:  # some tokenizers write it
+        tokens = np.append(tokens, np.uint32(tokenizer.eos_token_id))
     return tokens, np.ones(len(tokens), bool), text, len(text.encode())
 
 
@@ -896,10 +905,10 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path):
     tokenizer.save_pretrained(directory)
     file = directory / "tokenizer_config.json"
     settings = json.loads(file.read_text())
-    if settings["tokenizer_class"] == "TokenizersBackend":  # not a class that transformers knows
-        settings["auto_map"] = {"AutoTokenizer": [None, "tokenization.Tokenizer"]}
-        write_json(file, settings)
-        (directory / "tokenization.py").write_text(TOKENIZER_CODE)
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # transformers 4 knows it, too
+    settings["auto_map"] = {"AutoTokenizer": [None, "tokenization.Tokenizer"]}
+    write_json(file, settings)
+    (directory / "tokenization.py").write_text(TOKENIZER_CODE)
 
 
 def export(checkpoint: Path, directory: Path, dtype: str = ""):
@@ -1383,10 +1392,11 @@ class Run:
             export(checkpoint, hf)
         if self.facts["parameters"] < 2e9:  # larger ones would keep the GPUs waiting for minutes
             try:
-                generate = transformers.pipeline("text-generation", str(hf))
-                text = self.tokenizer.decode(prompt)
-                [sample] = generate(text, max_new_tokens=160, do_sample=True, temperature=0.6)
-                say(f"--- the model continues a held-out text:\n{sample['generated_text']}\n---")
+                model = transformers.AutoModelForCausalLM.from_pretrained(hf).to(self.device)
+                ids = torch.tensor([prompt.tolist()], device=self.device)
+                [ids] = model.generate(ids, max_new_tokens=160, do_sample=True, temperature=0.6)
+                text = self.tokenizer.decode(ids)
+                say(f"--- the model continues a held-out text:\n{text}\n---")
             except Exception as error:  # the run has succeeded: all its outputs are there
                 say(f"no sample of the model: {error}")
         say(f"files: {run_dir}/metrics.jsonl, and {run_dir}/hf for transformers")
