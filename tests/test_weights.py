@@ -5,8 +5,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from conftest import small_shape
+from safetensors.torch import load_file, save_file
 from tokenizers import processors
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import common
 
@@ -75,3 +79,89 @@ def test_a_document_begins_as_the_tokenizer_begins_a_text(tmp_path, template):
     assert tokens.tolist() == [*bos, *b"a<bos>b", 258]
     plain = AutoTokenizer.from_pretrained(tmp_path)
     assert tokens[:2].tolist() == plain("ab")["input_ids"][:2] or not bos
+
+
+# --- Weights --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """A process group of this process alone, because `load_weights` needs one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def save_model(directory: Path, **settings) -> dict[str, torch.Tensor]:
+    """Save a small model; returns the tensors of its files."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(small_shape(**settings)).save_pretrained(directory)
+    return load_file(directory / "model.safetensors")
+
+
+def load(directory: Path) -> torch.nn.Module:
+    """Load the weights of a directory as a script does."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+    common.load_weights(model, common.fetch_weights(str(directory)))
+    return model
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "name", ["model.fp16", "a_backup", "adapter_model", "model-00003-of-00003"]
+)
+@pytest.mark.parametrize("shards", [False, True])
+def test_only_files_that_transformers_reads(tmp_path, name, shards):
+    """One beside them would be read, too, and might win."""
+    tensors = save_model(tmp_path)
+    if shards:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+        (tmp_path / "model.safetensors").unlink()
+        model.save_pretrained(tmp_path, max_shard_size="100KB")
+        assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    loaded = load(tmp_path).state_dict()
+    assert all(loaded[key].equal(tensor) for key, tensor in tensors.items())
+    other = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
+    save_file(other, tmp_path / f"{name}.safetensors")
+    assert f"{name}.safetensors does not belong to" in refused(load, tmp_path)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    tensors = save_model(tmp_path)
+    names = sorted(tensors)
+    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    save_file({names[0]: tensors[names[0]]}, tmp_path / "b.safetensors")
+    weight_map = dict.fromkeys(names[1:], "a.safetensors") | {names[0]: "b.safetensors"}
+    common.write_json(tmp_path / "model.safetensors.index.json", {"weight_map": weight_map})
+    assert f"{names[0]} is in several files" in refused(load, tmp_path)
+
+
+def test_quantized_weights_are_refused(tmp_path):
+    save_model(tmp_path, quantization_config={"quant_method": "fp8"})
+    assert "quantized" in refused(common.fetch_weights, str(tmp_path))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_command_in_the_refusal_is_for_experts_only(tmp_path):
+    """For other names it would write random weights."""
+    tensors = save_model(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({"language_model." + key: tensor for key, tensor in tensors.items()}, file)
+    line = refused(load, tmp_path)
+    assert "which the model lacks" in line
+    assert "python -c" not in line
+    experts = {"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}
+    save_file(tensors | experts, file)
+    assert "python -c" in refused(load, tmp_path)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_head_of_its_own_under_a_tied_config_is_refused(tmp_path):
+    """transformers would untie them. A copy of the embedding is fine."""
+    tensors = save_model(tmp_path, tie_word_embeddings=True)
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors")
+    assert load(tmp_path).lm_head.weight.equal(embedding)
+    save_file(tensors | {"lm_head.weight": embedding + 1}, tmp_path / "model.safetensors")
+    assert "lm_head.weight differs from model.embed_tokens.weight" in refused(load, tmp_path)
