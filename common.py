@@ -969,6 +969,8 @@ def export(checkpoint: Path, directory: Path, dtype: str = "", hub_names: bool =
             part = {name: tensor.contiguous() for name, tensor in part.items()}
         save_file(part, temporary / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
+    if hub_names and weight_map.keys() != revert_weight_conversion(model, tensors).keys():
+        raise ValueError("parts of one tensor of the hub's would be in two files")
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": weight_map}
         write_json(temporary / "model.safetensors.index.json", index)

@@ -1,13 +1,15 @@
 """What is in a Hugging Face directory is what trains and what is exported."""
 
 import copy
+import functools
 import json
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import small_shape
+from conftest import EXPERTS, small_mixture, small_shape
 from safetensors.torch import load_file, save_file
 from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -165,3 +167,58 @@ def test_a_head_of_its_own_under_a_tied_config_is_refused(tmp_path):
     assert load(tmp_path).lm_head.weight.equal(embedding)
     save_file(tensors | {"lm_head.weight": embedding + 1}, tmp_path / "model.safetensors")
     assert "lm_head.weight differs from model.embed_tokens.weight" in refused(load, tmp_path)
+
+
+# --- Export ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, one_rank) -> Path:
+    """A directory of MoE weights with settings of generation and rotations of its own."""
+    directory = tmp_path_factory.mktemp("base")
+    rotation = {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}
+    model = AutoModelForCausalLM.from_config(small_mixture(rope_parameters=rotation))
+    model.save_pretrained(directory, save_original_format=False)
+    common.save_tokenizer(common.load_tokenizer("bytes"), directory)
+    settings = {"do_sample": True, "temperature": 0.3, "top_p": 0.9, "eos_token_id": 1}
+    common.write_json(directory / "generation_config.json", settings)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def checkpoint(base, run) -> Path:
+    run_dir = run(EXPERTS, 1, init_from=base, steps=1, expert_parallel=1)
+    return run_dir / "checkpoints/step_00000001"
+
+
+def test_hf_keeps_the_settings_of_generation(checkpoint):
+    settings = json.loads((checkpoint.parents[1] / "hf/generation_config.json").read_text())
+    assert (settings["temperature"], settings["top_p"]) == (0.3, 0.9)
+    assert settings["eos_token_id"] == 256
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.parents[1] / "hf")
+    assert model.generation_config.temperature == 0.3
+
+
+def test_hf_has_its_rotations_where_transformers_4_reads_them(checkpoint):
+    hf = checkpoint.parents[1] / "hf"
+    settings = json.loads((hf / "config.json").read_text())
+    assert settings["rope_theta"] == 5e5
+    assert settings["rope_scaling"]["factor"] == 2.0
+    again = AutoConfig.from_pretrained(hf).rope_parameters
+    assert again == AutoConfig.from_pretrained(checkpoint / "hf").rope_parameters
+
+
+def test_the_export_for_others_has_the_names_of_the_hub(checkpoint, tmp_path, monkeypatch):
+    """Also in several files. hf/ has the model's own, which `load_weights` needs."""
+    split = huggingface_hub.split_torch_state_dict_into_shards
+    small = functools.partial(split, max_shard_size="20KB")
+    monkeypatch.setattr(huggingface_hub, "split_torch_state_dict_into_shards", small)
+    out = tmp_path / "out"
+    common.export(checkpoint, out, hub_names=True)
+    weight_map = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert any(".experts.0." in name for name in weight_map)
+    hf = AutoModelForCausalLM.from_pretrained(checkpoint.parents[1] / "hf").state_dict()
+    exported = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert all(exported[name].equal(tensor) for name, tensor in hf.items())
+    for name, file in weight_map.items():
+        assert name in load_file(out / file)
