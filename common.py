@@ -887,7 +887,8 @@ def load_weights(model: nn.Module, directory: str, skip: tuple = ()):
     unknown = stored.keys() - set().union(*gather(list(state_dict)))
     if unknown:
         advice = ""
-        if all(re.search(r"\.experts\.\d+\.", name) for name in unknown):
+        in_blocks = all(name.startswith("model.layers.") for name in unknown)
+        if in_blocks and ".experts.0." in str(unknown):
             advice = (
                 '; experts that are stored one by one need this once: python -c "from transformers '
                 f"import AutoModelForCausalLM as M; M.from_pretrained('{directory}', "
