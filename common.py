@@ -64,6 +64,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from transformers.convert_slow_tokenizer import TikTokenConverter
+from transformers.core_model_loading import revert_weight_conversion
 
 Tokenizer = transformers.PreTrainedTokenizerFast
 transformers.logging.disable_progress_bar()  # of loading weights
@@ -297,9 +298,13 @@ def load_tokenizer(name: str) -> Tokenizer:
         with refusing(f"--tokenizer {name} (if offline, TIKTOKEN_CACHE_DIR must hold its files)"):
             return from_tiktoken(tiktoken.get_encoding(name))
     with refusing(f"tokenizer {name} is not bytes, a tiktoken encoding or a Hugging Face one"):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    if not tokenizer.is_fast or tokenizer.eos_token_id is None:
-        refuse(f"--tokenizer {name} lacks an end-of-text (eos) token or a fast implementation")
+        transformers.utils.cached_file(name, "tokenizer.json")  # raises an error without one
+        by_class = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        # Many classes replace the pre-tokenizer of the file by their own, so that the ids differ.
+        # But where the files name no eos token (gpt2), the class knows it.
+        tokenizer = Tokenizer.from_pretrained(name, eos_token=by_class.eos_token)
+    if tokenizer.eos_token_id is None:
+        refuse(f"--tokenizer {name} lacks an end-of-text (eos) token")
     tokenizer.backend_tokenizer.no_truncation()  # a trainer may have left them on
     tokenizer.backend_tokenizer.no_padding()
     return tokenizer
@@ -324,10 +329,13 @@ def from_tiktoken(encoding: tiktoken.Encoding) -> Tokenizer:
 
 
 def encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Return the ids of a text, uint32. Special tokens that it spells out stay plain text."""
+    """Return the ids of a text, uint32, with those that the tokenizer adds to each text (bos).
+
+    Special tokens that the text spells out stay plain text.
+    """
     if hasattr(tokenizer, "encoding"):  # four times as fast as its conversion
         return tokenizer.encoding.encode_to_numpy(text, disallowed_special=())
-    encoding = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+    encoding = tokenizer(text, split_special_tokens=True, verbose=False)
     return np.array(encoding["input_ids"], np.uint32)
 
 
@@ -392,7 +400,7 @@ def open_dataset(name: str, configuration: str | None, split: str) -> datasets.D
 
 # Part of the cache key. NOTE: raise it when you change what the cache holds. The key also has the
 # source of the function that tokenizes a document, but not of the functions that this one calls.
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 
 
 def tokenize_text(row: dict, tokenizer: Tokenizer) -> tuple:
@@ -411,7 +419,9 @@ def tokenize_text(row: dict, tokenizer: Tokenizer) -> tuple:
     [text] = row.values()
     if not isinstance(text, str) or not text:
         raise ValueError("hold no text")
-    tokens = np.append(encode_text(text, tokenizer), np.uint32(tokenizer.eos_token_id))
+    tokens = encode_text(text, tokenizer)
+    if tokenizer.eos_token_id not in tokens[-1:]:  # some tokenizers write it
+        tokens = np.append(tokens, np.uint32(tokenizer.eos_token_id))
     return tokens, np.ones(len(tokens), bool), text, len(text.encode())
 
 
@@ -860,16 +870,29 @@ def freeze_unused(model: nn.Module):
 
 
 def fetch_weights(name: str) -> str:
-    """Return the directory of --init_from: the hf/ of a run, itself, or a download from the hub."""
+    """Return the directory of --init_from: the hf/ of a run, itself, or a download from the hub.
+
+    Refuses files that transformers would not read, because `load_weights` reads all that are there.
+    """
+    directory = Path(name, "hf") if Path(name, "hf").exists() else Path(name).absolute()
     with refusing(f"--init_from {name[:200]} has no *.safetensors here, and is not on the hub"):
-        for directory in (Path(name, "hf"), Path(name)):
-            if any(directory.glob("*.safetensors")):
-                return str(directory.absolute())
-        return huggingface_hub.snapshot_download(
-            name,
-            allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"],
-            ignore_patterns="consolidated*",  # Mistral's own format beside the usual one
-        )
+        if not any(directory.glob("*.safetensors")):
+            downloaded = huggingface_hub.snapshot_download(
+                name,
+                allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"],
+                ignore_patterns="consolidated*",  # Mistral's own format beside the usual one
+            )
+            directory = Path(downloaded)
+    with refusing(f"--init_from {directory}"):
+        if re.search(r'"quantization_config": *{', (directory / "config.json").read_text()):
+            raise ValueError("its weights are quantized; start from the bf16 ones")
+        index, files = directory / "model.safetensors.index.json", {"model.safetensors"}
+        if index.exists():
+            files = set(json.loads(index.read_text())["weight_map"].values())
+        others = {path.name for path in directory.glob("*.safetensors")} - files
+        if others:
+            raise ValueError(f"{min(others)} does not belong to {min(files)}; move it away")
+    return str(directory)
 
 
 def load_weights(model: nn.Module, directory: str, skip: tuple = ()):
@@ -884,17 +907,28 @@ def load_weights(model: nn.Module, directory: str, skip: tuple = ()):
     wanted = {name: state_dict[name] for name in state_dict.keys() - tied.keys() - set(skip)}
     # NOTE: DCP would ignore names that only the files have.
     reader = dcp.HuggingFaceStorageReader(directory)
-    stored = reader.read_metadata().state_dict_metadata.keys()
-    unknown = stored - set().union(*gather(list(state_dict)))
+    stored = reader.read_metadata().state_dict_metadata
+    unknown = stored.keys() - set().union(*gather(list(state_dict)))
     if unknown:
-        refuse(
-            f"--init_from {directory} has {min(unknown)}, which the model lacks; experts that are "
-            'stored one by one need this once: python -c "from transformers import '
-            f"AutoModelForCausalLM as M; M.from_pretrained('{directory}', dtype='float32')"
-            ".save_pretrained('OUT', save_original_format=False)\""
-        )
+        advice = ""
+        in_blocks = all(name.startswith("model.layers.") for name in unknown)
+        if in_blocks and ".experts.0." in str(unknown):
+            advice = (
+                '; experts that are stored one by one need this once: python -c "from transformers '
+                f"import AutoModelForCausalLM as M; M.from_pretrained('{directory}', "
+                "dtype='float32').save_pretrained('OUT', save_original_format=False)\""
+            )
+        refuse(f"--init_from {directory} has {min(unknown)}, which the model lacks{advice}")
     with refusing(f"--init_from {directory}"):  # names what is missing or has another shape
+        for name in stored:
+            if len(stored[name].chunks) > 1:
+                raise ValueError(f"{name} is in several files")
         dcp.load(wanted, storage_reader=reader)
+        for head in tied.keys() & stored.keys():  # a copy of the embedding, or another one?
+            pair = {name: torch.empty(stored[name].size) for name in (head, tied[head])}
+            dcp.load(pair, storage_reader=reader)
+            if not pair[head].equal(pair[tied[head]]):
+                raise ValueError(f"{head} differs from {tied[head]}, but config.json ties them")
     state_dict |= wanted
     for head in tied.keys() & state_dict.keys():
         state_dict[head] = state_dict[tied[head]]
@@ -920,17 +954,19 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path):
     tokenizer.save_pretrained(directory)
     file = directory / "tokenizer_config.json"
     settings = json.loads(file.read_text())
-    if settings["tokenizer_class"] == "TokenizersBackend":  # not a class that transformers knows
-        settings["auto_map"] = {"AutoTokenizer": [None, "tokenization.Tokenizer"]}
-        write_json(file, settings)
-        (directory / "tokenization.py").write_text(TOKENIZER_CODE)
+    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # transformers 4 knows it, too
+    settings["auto_map"] = {"AutoTokenizer": [None, "tokenization.Tokenizer"]}
+    write_json(file, settings)
+    (directory / "tokenization.py").write_text(TOKENIZER_CODE)
 
 
-def export(checkpoint: Path, directory: Path, dtype: str = ""):
+def export(checkpoint: Path, directory: Path, dtype: str = "", hub_names: bool = False):
     """Write a checkpoint as a directory for AutoModelForCausalLM and AutoTokenizer, on one CPU.
 
     The CPU's memory holds one file of weights at a time, 5 GB at most (or one larger tensor). The
-    default dtype is that of --init_from's files, or fp32.
+    default dtype is that of --init_from's files, or fp32. With `hub_names`, the weights are as in
+    the hub's files, which other programs read: most store experts one by one. `load_weights` needs
+    the model's own names.
     """
     temporary = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # of an export that did not end
@@ -940,20 +976,28 @@ def export(checkpoint: Path, directory: Path, dtype: str = ""):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(model_config)
     model_config.architectures = [type(model).__name__]
+    rotation = getattr(model_config, "rope_parameters", None) or {}
+    if "rope_theta" in rotation:  # transformers 4 would use defaults without these
+        vars(model_config).update(rotation, rope_scaling=rotation)
     model_config.save_pretrained(temporary)
-    model.generation_config.save_pretrained(temporary)
-    # With the names of the model, not those of older files, because `load_weights` needs these.
     tensors = model.state_dict()
     for head in model.all_tied_weights_keys:
         del tensors[head]
     split = huggingface_hub.split_torch_state_dict_into_shards(tensors)
     warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
+    weight_map = {}
     for file, names in split.filename_to_tensors.items():
         part = {name: torch.empty_like(tensors[name], device="cpu") for name in names}
         read_checkpoint(checkpoint, {"model": part})
+        if hub_names:
+            part = revert_weight_conversion(model, part)
+            part = {name: tensor.contiguous() for name, tensor in part.items()}
         save_file(part, temporary / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    if hub_names and weight_map.keys() != revert_weight_conversion(model, tensors).keys():
+        raise ValueError("parts of one tensor of the hub's would be in two files")
     if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        index = {"metadata": split.metadata, "weight_map": weight_map}
         write_json(temporary / "model.safetensors.index.json", index)
     temporary.rename(directory)
 
@@ -974,32 +1018,17 @@ PLAN = [
 ]
 
 
-@dataclasses.dataclass
-class AppState(dcp.stateful.Stateful):
-    """Model and optimizer as one object that DCP (torch.distributed.checkpoint) saves and loads.
+def application_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
+    """Return what a checkpoint holds of model and optimizer.
 
     Tensors have the model's own parameter names and full shapes, whatever the strategy, so every
-    script can load the checkpoints of every other one at any world size.
+    script can load the checkpoints of every other one at any world size. The hyper-parameters are
+    not in it, because those of a resumed run are its flags.
     """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-
-    def state_dict(self) -> dict:
-        # NOTE: optimizer.state_dict() is empty before the first step, so a load would have nothing
-        # to fill. `get_state_dict` creates the AdamW moments, by a step with a learning rate of 0.
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": {"state": optimizer["state"]}}
-
-    def load_state_dict(self, state_dict: dict):
-        # The hyper-parameters stay those of the flags, which may have changed.
-        _, optimizer = get_state_dict(self.model, self.optimizer)
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state_dict["model"],
-            optim_state_dict=optimizer | state_dict["optimizer"],
-        )
+    # NOTE: optimizer.state_dict() is empty before the first step, so a load would have nothing
+    # to fill. `get_state_dict` creates the AdamW moments, by a step with a learning rate of 0.
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    return {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
 
 
 def in_style(state_dict: dict, style: str) -> dict:
@@ -1024,10 +1053,15 @@ def read_checkpoint(checkpoint: Path, state_dict: dict):
 
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer):
     """Load model and optimizer; each rank reads what it holds."""
-    app = AppState(model, optimizer)
-    state_dict = app.state_dict()
+    state_dict = application_state(model, optimizer)
     read_checkpoint(checkpoint, state_dict)
-    app.load_state_dict(state_dict)
+    _, optimizer_state = get_state_dict(model, optimizer)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state_dict["model"],
+        optim_state_dict=optimizer_state | state_dict["optimizer"],
+    )
 
 
 def gather(value: Any) -> list:
@@ -1120,7 +1154,7 @@ class Checkpoints:
         """
         # NOTE: first wait, then copy, because the pending write uses the copy's memory.
         self.wait()
-        state = AppState(model, optimizer).state_dict()
+        state = application_state(model, optimizer)
         progress = progress | {"metrics_bytes": self.run.metrics.tell()}
         if self.run.config.async_checkpoint:
             state = self.stager.stage(state)  # training is about to change the original
@@ -1146,6 +1180,11 @@ class Checkpoints:
                     shutil.rmtree(leftover)  # of a run that died while writing
                 run.model_config.save_pretrained(temporary / "hf")
                 save_tokenizer(run.tokenizer, temporary / "hf")
+                generation = run.generation | {
+                    "eos_token_id": run.model_config.eos_token_id,
+                    "pad_token_id": run.tokenizer.pad_token_id,
+                }
+                write_json(temporary / "hf/generation_config.json", generation)
                 write_json(temporary / "checkpoint.json", run.facts | progress)
             dist.barrier(self.group)
             if not temporary.exists():
@@ -1231,6 +1270,7 @@ class Run:
     documents: Sequences
     device: torch.device
     current = None  # the run of this process, once it trains
+    generation = {}  # what generation_config.json of --init_from holds
     wandb = profiler = None
     stop_requested = 0  # signals that this rank has received
     stopping = False  # whether any rank has received one
@@ -1242,6 +1282,9 @@ class Run:
         if config.init_from:  # export in the same dtype
             stored = transformers.AutoConfig.from_pretrained(config.init_from)
             self.model_config.dtype = stored.dtype
+            base = Path(config.init_from, "generation_config.json")
+            if base.exists():
+                self.generation = json.loads(base.read_text())
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.flops = step_flops(model)
@@ -1409,8 +1452,9 @@ class Run:
         if self.facts["parameters"] < 2e9:  # larger ones would keep the GPUs waiting for minutes
             try:
                 generate = transformers.pipeline("text-generation", str(hf))
-                text = self.tokenizer.decode(prompt)
-                [sample] = generate(text, max_new_tokens=160, do_sample=True, temperature=0.6)
+                text = self.tokenizer.decode(prompt)  # a bos is in it
+                settings = {"max_new_tokens": 160, "do_sample": True, "temperature": 0.6}
+                [sample] = generate(text, add_special_tokens=False, **settings)
                 say(f"--- the model continues a held-out text:\n{sample['generated_text']}\n---")
             except Exception as error:  # the run has succeeded: all its outputs are there
                 say(f"no sample of the model: {error}")
@@ -1431,7 +1475,7 @@ def refuse_non_finite(step: int, loss: float, grad_norm: float):
 def command_line():
     with refusing("python common.py export CHECKPOINT OUT [bfloat16]"):
         checkpoint, out, *dtype = sys.argv[2:]
-        export(Path(checkpoint), Path(out), *dtype)
+        export(Path(checkpoint), Path(out), *dtype, hub_names=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,224 @@
+"""What is in a Hugging Face directory is what trains and what is exported."""
+
+import copy
+import functools
+import json
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import EXPERTS, small_mixture, small_shape
+from safetensors.torch import load_file, save_file
+from tokenizers import processors
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+import common
+
+TEXT = "don't  WE'LL 12345 e\u0301\n\n x"
+
+
+def save_tokenizer(directory: Path, **settings) -> Path:
+    """Save the bytes tokenizer with other settings in its tokenizer_config.json (None: without)."""
+    copy.deepcopy(common.load_tokenizer("bytes")).save_pretrained(directory)
+    file = directory / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | settings
+    file.write_text(json.dumps({key: settings[key] for key in settings if settings[key]}))
+    return directory
+
+
+def refused(function, *arguments) -> str:
+    """Return the one line on stderr with which a call is refused."""
+    with pytest.raises(common.Refusal) as end:
+        function(*arguments)
+    line = str(end.value)
+    assert "\n" not in line
+    return line
+
+
+# --- Tokenizers -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gpt_neox"])
+@pytest.mark.parametrize("name", ["Qwen2Tokenizer", "GPTNeoXTokenizer", "PreTrainedTokenizerFast"])
+def test_ids_are_those_of_tokenizer_json(tmp_path, name, model_type):
+    """transformers' class has another pre-tokenizer. A run's hf/ keeps the ids for everybody."""
+    directory = save_tokenizer(tmp_path / "given", tokenizer_class=name)
+    AutoConfig.for_model(model_type).save_pretrained(directory)
+    tokenizer = common.load_tokenizer(str(directory))
+    ids = list(TEXT.encode())
+    assert common.encode_text(TEXT, tokenizer).tolist() == ids
+    common.save_tokenizer(tokenizer, tmp_path / "hf")
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path / "hf")
+    for trust in (False, None, True):
+        again = AutoTokenizer.from_pretrained(tmp_path / "hf", trust_remote_code=trust)
+        assert again(TEXT)["input_ids"] == ids
+        assert again.special_tokens_map == tokenizer.special_tokens_map
+
+
+def test_the_class_knows_an_end_token_that_the_files_lack(tmp_path):
+    """As those of gpt2 on the hub. Files without a tokenizer.json are refused."""
+    directory = save_tokenizer(tmp_path, tokenizer_class="GPT2Tokenizer", eos_token=None)
+    assert common.load_tokenizer(str(directory)).eos_token_id == 256
+    (directory / "tokenizer.json").unlink()
+    load_uncached = common.load_tokenizer.__wrapped__
+    assert "tokenizer.json" in refused(load_uncached, str(directory))
+
+
+@pytest.mark.parametrize("template", ["<bos> $A", "$A <eos>", "<bos> $A <eos>", "$A"])
+def test_a_document_begins_as_the_tokenizer_begins_a_text(tmp_path, template):
+    """And it ends with one eos token, whether the tokenizer writes that or not."""
+    tokenizer = copy.deepcopy(common.load_tokenizer("bytes"))
+    del tokenizer.encoding
+    tokenizer.add_special_tokens({"bos_token": "<bos>", "eos_token": "<eos>"})
+    special = [("<bos>", 257), ("<eos>", 258)]
+    processor = processors.TemplateProcessing(single=template, special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = processor
+    tokenizer.save_pretrained(tmp_path)
+    tokens, *_ = common.tokenize_text({"text": "a<bos>b"}, common.load_tokenizer(str(tmp_path)))
+    bos = [257] if "<bos>" in template else []
+    assert tokens.tolist() == [*bos, *b"a<bos>b", 258]
+    plain = AutoTokenizer.from_pretrained(tmp_path)
+    assert tokens[:2].tolist() == plain("ab")["input_ids"][:2] or not bos
+
+
+# --- Weights --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """A process group of this process alone, because `load_weights` needs one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def save_model(directory: Path, **settings) -> dict[str, torch.Tensor]:
+    """Save a small model; returns the tensors of its files."""
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(small_shape(**settings)).save_pretrained(directory)
+    return load_file(directory / "model.safetensors")
+
+
+def load(directory: Path) -> torch.nn.Module:
+    """Load the weights of a directory as a script does."""
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
+    common.load_weights(model, common.fetch_weights(str(directory)))
+    return model
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "name", ["model.fp16", "a_backup", "adapter_model", "model-00003-of-00003"]
+)
+@pytest.mark.parametrize("shards", [False, True])
+def test_only_files_that_transformers_reads(tmp_path, name, shards):
+    """One beside them would be read, too, and might win."""
+    tensors = save_model(tmp_path)
+    if shards:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+        (tmp_path / "model.safetensors").unlink()
+        model.save_pretrained(tmp_path, max_shard_size="100KB")
+        assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    loaded = load(tmp_path).state_dict()
+    assert all(loaded[key].equal(tensor) for key, tensor in tensors.items())
+    other = {key: torch.zeros_like(tensor) for key, tensor in tensors.items()}
+    save_file(other, tmp_path / f"{name}.safetensors")
+    assert f"{name}.safetensors does not belong to" in refused(load, tmp_path)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_tensor_in_two_files_is_refused(tmp_path):
+    tensors = save_model(tmp_path)
+    names = sorted(tensors)
+    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    save_file({names[0]: tensors[names[0]]}, tmp_path / "b.safetensors")
+    weight_map = dict.fromkeys(names[1:], "a.safetensors") | {names[0]: "b.safetensors"}
+    common.write_json(tmp_path / "model.safetensors.index.json", {"weight_map": weight_map})
+    assert f"{names[0]} is in several files" in refused(load, tmp_path)
+
+
+def test_quantized_weights_are_refused(tmp_path):
+    save_model(tmp_path, quantization_config={"quant_method": "fp8"})
+    assert "quantized" in refused(common.fetch_weights, str(tmp_path))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_command_in_the_refusal_is_for_experts_only(tmp_path):
+    """For other names it would write random weights."""
+    tensors = save_model(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file({"language_model." + key: tensor for key, tensor in tensors.items()}, file)
+    line = refused(load, tmp_path)
+    assert "which the model lacks" in line
+    assert "python -c" not in line
+    experts = {"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(2, 2)}
+    save_file(tensors | experts, file)
+    assert "python -c" in refused(load, tmp_path)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_head_of_its_own_under_a_tied_config_is_refused(tmp_path):
+    """transformers would untie them. A copy of the embedding is fine."""
+    tensors = save_model(tmp_path, tie_word_embeddings=True)
+    embedding = tensors["model.embed_tokens.weight"]
+    save_file(tensors | {"lm_head.weight": embedding.clone()}, tmp_path / "model.safetensors")
+    assert load(tmp_path).lm_head.weight.equal(embedding)
+    save_file(tensors | {"lm_head.weight": embedding + 1}, tmp_path / "model.safetensors")
+    assert "lm_head.weight differs from model.embed_tokens.weight" in refused(load, tmp_path)
+
+
+# --- Export ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, one_rank) -> Path:
+    """A directory of MoE weights with settings of generation and rotations of its own."""
+    directory = tmp_path_factory.mktemp("base")
+    rotation = {"rope_theta": 5e5, "rope_type": "linear", "factor": 2.0}
+    model = AutoModelForCausalLM.from_config(small_mixture(rope_parameters=rotation))
+    model.save_pretrained(directory, save_original_format=False)
+    common.save_tokenizer(common.load_tokenizer("bytes"), directory)
+    settings = {"do_sample": True, "temperature": 0.3, "top_p": 0.9, "eos_token_id": 1}
+    common.write_json(directory / "generation_config.json", settings)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def checkpoint(base, run) -> Path:
+    run_dir = run(EXPERTS, 1, init_from=base, steps=1, expert_parallel=1)
+    return run_dir / "checkpoints/step_00000001"
+
+
+def test_hf_keeps_the_settings_of_generation(checkpoint):
+    settings = json.loads((checkpoint.parents[1] / "hf/generation_config.json").read_text())
+    assert (settings["temperature"], settings["top_p"]) == (0.3, 0.9)
+    assert settings["eos_token_id"] == 256
+    model = AutoModelForCausalLM.from_pretrained(checkpoint.parents[1] / "hf")
+    assert model.generation_config.temperature == 0.3
+
+
+def test_hf_has_its_rotations_where_transformers_4_reads_them(checkpoint):
+    hf = checkpoint.parents[1] / "hf"
+    settings = json.loads((hf / "config.json").read_text())
+    assert settings["rope_theta"] == 5e5
+    assert settings["rope_scaling"]["factor"] == 2.0
+    again = AutoConfig.from_pretrained(hf).rope_parameters
+    assert again == AutoConfig.from_pretrained(checkpoint / "hf").rope_parameters
+
+
+def test_the_export_for_others_has_the_names_of_the_hub(checkpoint, tmp_path, monkeypatch):
+    """Also in several files. hf/ has the model's own, which `load_weights` needs."""
+    split = huggingface_hub.split_torch_state_dict_into_shards
+    small = functools.partial(split, max_shard_size="20KB")
+    monkeypatch.setattr(huggingface_hub, "split_torch_state_dict_into_shards", small)
+    out = tmp_path / "out"
+    common.export(checkpoint, out, hub_names=True)
+    weight_map = json.loads((out / "model.safetensors.index.json").read_text())["weight_map"]
+    assert any(".experts.0." in name for name in weight_map)
+    hf = AutoModelForCausalLM.from_pretrained(checkpoint.parents[1] / "hf").state_dict()
+    exported = AutoModelForCausalLM.from_pretrained(out).state_dict()
+    assert all(exported[name].equal(tensor) for name, tensor in hf.items())
+    for name, file in weight_map.items():
+        assert name in load_file(out / file)
