@@ -24,7 +24,6 @@ import datetime
 import fcntl
 import functools
 import gc
-import glob
 import inspect
 import itertools
 import json
@@ -64,7 +63,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from transformers.convert_slow_tokenizer import TikTokenConverter
-from transformers.core_model_loading import revert_weight_conversion
 
 Tokenizer = transformers.PreTrainedTokenizerFast
 transformers.logging.disable_progress_bar()  # of loading weights
@@ -298,7 +296,6 @@ def load_tokenizer(name: str) -> Tokenizer:
         with refusing(f"--tokenizer {name} (if offline, TIKTOKEN_CACHE_DIR must hold its files)"):
             return from_tiktoken(tiktoken.get_encoding(name))
     with refusing(f"tokenizer {name} is not bytes, a tiktoken encoding or a Hugging Face one"):
-        transformers.utils.cached_file(name, "tokenizer.json")  # raises an error without one
         by_class = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         # Many classes replace the pre-tokenizer of the file by their own, so that the ids differ.
         # But where the files name no eos token (gpt2), the class knows it.
@@ -380,13 +377,8 @@ def open_dataset(name: str, configuration: str | None, split: str) -> datasets.D
     if not known_suffixes:
         return datasets.load_dataset(name, configuration, split=split)
     suffix = known_suffixes[-1]  # the last one counts: a.txt.jsonl.gz is JSON
-    if Path(name).is_dir():  # as Spark writes it
-        name += f"/**/*{suffix}*"
-    # datasets' cache knows a local file by its time, which can stay when another one replaces it.
-    sizes = [os.path.getsize(file) for file in glob.glob(name, recursive=True)]
     corpus = datasets.load_dataset(
         READERS[suffix],
-        fingerprint(sizes),
         data_files=name,
         split=split,
         download_config=datasets.DownloadConfig(),  # downloads a file again that has changed
@@ -416,7 +408,7 @@ def tokenize_text(row: dict, tokenizer: Tokenizer) -> tuple:
     Raises:
         ValueError: why the document is left out.
     """
-    [text] = row.values()
+    [text] = row.values() or [None]
     if not isinstance(text, str) or not text:
         raise ValueError("hold no text")
     tokens = encode_text(text, tokenizer)
@@ -436,8 +428,6 @@ def tokenize(row: dict, columns: list, function: Callable, tokenizer: Tokenizer)
         if JSON in row:
             row = json.loads(row[JSON])
         row = {name: row[name] for name in columns if isinstance(row, dict) and name in row}
-        if not row:
-            raise ValueError(f"have no column {' or '.join(columns[:4])}")
         tokens, in_loss, group, num_bytes = function(row, tokenizer)
     except json.JSONDecodeError:
         left_out = "are broken JSON"
@@ -476,7 +466,6 @@ def load_documents(
         key = fingerprint(
             corpus._fingerprint,
             CACHE_VERSION,
-            columns,
             inspect.getsource(function),
             tokenizer.special_tokens_map,
             tokenizer.chat_template,
@@ -494,11 +483,8 @@ def load_documents(
             num_proc=min(len(os.sched_getaffinity(0)), len(corpus) // 1000),
         )
         lock.release()
-        table = documents.remove_columns(["tokens", "in_loss"]).to_pandas()
-        left_out = table.pop("left_out")
-        if all(left_out):
-            raise ValueError(f"all its documents {left_out[0]}; the first is {corpus[0]}")
-    for reason, count in left_out.value_counts().items():
+    table = documents.remove_columns(["tokens", "in_loss"]).to_pandas()
+    for reason, count in table.pop("left_out").value_counts().items():
         if reason:
             say(f"{count:,} documents are left out, because they {reason}")
     index = table.assign(document=table.index, start=0).to_records(index=False)
@@ -806,17 +792,18 @@ PACKED_TYPES = """
     starcoder2 vaultgemma whisper youtu
 """
 # Settings that the loss or the attention of the scripts ignores -> values that change nothing.
-NEUTRAL_SETTINGS = {
-    "attn_logit_softcapping": "None",
-    "final_logit_softcapping": "None",
-    "is_causal": "None True",
-    "is_moe": "None False",  # the routers of Doge mix tokens, so they see later ones
-    "logit_scale": "None 1 1.0",
-    "logits_scaling": "None 1 1.0",
-    "output_router_logits": "None False",
-    "use_bidirectional_attention": "None False vision",
-    "z_loss_coefficient": "None 0 0.0",
-}
+NEUTRAL_SETTINGS = """\
+    attn_logit_softcapping None
+    final_logit_softcapping None
+    is_causal None True
+    is_moe None False
+    logit_scale None 1 1.0
+    logits_scaling None 1 1.0
+    output_router_logits None False
+    quantization_config None
+    use_bidirectional_attention None False vision
+    z_loss_coefficient None 0 0.0
+"""  # is_moe: the routers of Doge mix tokens, so they see later ones
 
 
 def read_model_config(config: Any, vocabulary_size: int) -> transformers.PreTrainedConfig:
@@ -830,11 +817,12 @@ def read_model_config(config: Any, vocabulary_size: int) -> transformers.PreTrai
         model_config = transformers.AutoConfig.from_pretrained(
             config.model, trust_remote_code=False
         ).get_text_config()
-    settings, known = NEUTRAL_SETTINGS, BUCKETED_TYPES.split()
+    settings = [line.split() for line in NEUTRAL_SETTINGS.splitlines()]
+    known = BUCKETED_TYPES.split()
     limits = ["max_position_embeddings", "max_seq_len", "max_target_positions"]
     if config.batching == "packed":
         dropouts = [key for key in model_config.to_dict() if re.search("att.*drop", key)]
-        settings = settings | dict.fromkeys(dropouts, "None 0 0.0")
+        settings += [[key, "None", "0", "0.0"] for key in dropouts]
         limits += ["sliding_window", "attention_chunk_size"]
         known = PACKED_TYPES.split()
     if model_config.model_type not in known:
@@ -842,8 +830,8 @@ def read_model_config(config: Any, vocabulary_size: int) -> transformers.PreTrai
         if model_config.model_type in BUCKETED_TYPES.split() or not config.untested_model:
             refuse(f"{untested} batches (--untested_model trains types that are tested with none)")
         say(f"WARNING: {untested} batches; compare the loss with that of plain transformers")
-    for setting, neutral in settings.items():
-        if str(getattr(model_config, setting, None)) not in neutral.split():
+    for setting, *neutral in settings:
+        if str(getattr(model_config, setting, None)) not in neutral:
             refuse(f"{name}: its {setting} is not supported")
     if vocabulary_size > model_config.vocab_size:
         refuse(f"--tokenizer has {vocabulary_size} ids, {name} only {model_config.vocab_size}")
@@ -854,7 +842,6 @@ def read_model_config(config: Any, vocabulary_size: int) -> transformers.PreTrai
         length = getattr(model_config, limit, None) or rotation.get(limit) or math.inf
         if config.max_length > length:
             refuse(f"--max_length {config.max_length} exceeds {limit} of {name}")
-    vars(model_config).pop("quantization_config", None)  # of the hub's files, not of ours
     return model_config
 
 
@@ -870,29 +857,16 @@ def freeze_unused(model: nn.Module):
 
 
 def fetch_weights(name: str) -> str:
-    """Return the directory of --init_from: the hf/ of a run, itself, or a download from the hub.
-
-    Refuses files that transformers would not read, because `load_weights` reads all that are there.
-    """
-    directory = Path(name, "hf") if Path(name, "hf").exists() else Path(name).absolute()
+    """Return the directory of --init_from: the hf/ of a run, itself, or a download from the hub."""
     with refusing(f"--init_from {name[:200]} has no *.safetensors here, and is not on the hub"):
-        if not any(directory.glob("*.safetensors")):
-            downloaded = huggingface_hub.snapshot_download(
-                name,
-                allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"],
-                ignore_patterns="consolidated*",  # Mistral's own format beside the usual one
-            )
-            directory = Path(downloaded)
-    with refusing(f"--init_from {directory}"):
-        if re.search(r'"quantization_config": *{', (directory / "config.json").read_text()):
-            raise ValueError("its weights are quantized; start from the bf16 ones")
-        index, files = directory / "model.safetensors.index.json", {"model.safetensors"}
-        if index.exists():
-            files = set(json.loads(index.read_text())["weight_map"].values())
-        others = {path.name for path in directory.glob("*.safetensors")} - files
-        if others:
-            raise ValueError(f"{min(others)} does not belong to {min(files)}; move it away")
-    return str(directory)
+        for directory in (Path(name, "hf"), Path(name)):
+            if any(directory.glob("*.safetensors")):
+                return str(directory.absolute())
+        return huggingface_hub.snapshot_download(
+            name,
+            allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"],
+            ignore_patterns="consolidated*",  # Mistral's own format beside the usual one
+        )
 
 
 def load_weights(model: nn.Module, directory: str, skip: tuple = ()):
@@ -910,25 +884,17 @@ def load_weights(model: nn.Module, directory: str, skip: tuple = ()):
     stored = reader.read_metadata().state_dict_metadata
     unknown = stored.keys() - set().union(*gather(list(state_dict)))
     if unknown:
-        advice = ""
-        in_blocks = all(name.startswith("model.layers.") for name in unknown)
-        if in_blocks and ".experts.0." in str(unknown):
-            advice = (
-                '; experts that are stored one by one need this once: python -c "from transformers '
-                f"import AutoModelForCausalLM as M; M.from_pretrained('{directory}', "
-                "dtype='float32').save_pretrained('OUT', save_original_format=False)\""
-            )
-        refuse(f"--init_from {directory} has {min(unknown)}, which the model lacks{advice}")
+        refuse(
+            f"--init_from {directory} has {min(unknown)}, which the model lacks (docs/runs.md says "
+            "what to do with experts that are stored one by one)"
+        )
     with refusing(f"--init_from {directory}"):  # names what is missing or has another shape
         for name in stored:
             if len(stored[name].chunks) > 1:
-                raise ValueError(f"{name} is in several files")
+                raise ValueError(f"{name} is in several files; leave only the one to read there")
+            if name in tied:
+                raise ValueError(f"it has a {name}, so set tie_word_embeddings to false there")
         dcp.load(wanted, storage_reader=reader)
-        for head in tied.keys() & stored.keys():  # a copy of the embedding, or another one?
-            pair = {name: torch.empty(stored[name].size) for name in (head, tied[head])}
-            dcp.load(pair, storage_reader=reader)
-            if not pair[head].equal(pair[tied[head]]):
-                raise ValueError(f"{head} differs from {tied[head]}, but config.json ties them")
     state_dict |= wanted
     for head in tied.keys() & state_dict.keys():
         state_dict[head] = state_dict[tied[head]]
@@ -960,13 +926,11 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path):
     (directory / "tokenization.py").write_text(TOKENIZER_CODE)
 
 
-def export(checkpoint: Path, directory: Path, dtype: str = "", hub_names: bool = False):
+def export(checkpoint: Path, directory: Path, dtype: str = ""):
     """Write a checkpoint as a directory for AutoModelForCausalLM and AutoTokenizer, on one CPU.
 
     The CPU's memory holds one file of weights at a time, 5 GB at most (or one larger tensor). The
-    default dtype is that of --init_from's files, or fp32. With `hub_names`, the weights are as in
-    the hub's files, which other programs read: most store experts one by one. `load_weights` needs
-    the model's own names.
+    default dtype is that of --init_from's files, or fp32.
     """
     temporary = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # of an export that did not end
@@ -976,28 +940,20 @@ def export(checkpoint: Path, directory: Path, dtype: str = "", hub_names: bool =
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(model_config)
     model_config.architectures = [type(model).__name__]
-    rotation = getattr(model_config, "rope_parameters", None) or {}
-    if "rope_theta" in rotation:  # transformers 4 would use defaults without these
-        vars(model_config).update(rotation, rope_scaling=rotation)
     model_config.save_pretrained(temporary)
+    model.generation_config.save_pretrained(temporary)
+    # With the names of the model, not those of the hub's files, because `load_weights` needs these.
     tensors = model.state_dict()
     for head in model.all_tied_weights_keys:
         del tensors[head]
     split = huggingface_hub.split_torch_state_dict_into_shards(tensors)
     warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
-    weight_map = {}
     for file, names in split.filename_to_tensors.items():
         part = {name: torch.empty_like(tensors[name], device="cpu") for name in names}
         read_checkpoint(checkpoint, {"model": part})
-        if hub_names:
-            part = revert_weight_conversion(model, part)
-            part = {name: tensor.contiguous() for name, tensor in part.items()}
         save_file(part, temporary / file, metadata={"format": "pt"})
-        weight_map |= dict.fromkeys(part, file)
-    if hub_names and weight_map.keys() != revert_weight_conversion(model, tensors).keys():
-        raise ValueError("parts of one tensor of the hub's would be in two files")
     if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": weight_map}
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         write_json(temporary / "model.safetensors.index.json", index)
     temporary.rename(directory)
 
@@ -1006,16 +962,8 @@ def export(checkpoint: Path, directory: Path, dtype: str = "", hub_names: bool =
 
 # What a resumed run must share with its checkpoint: the flags of the batch plan, the weights that
 # it started from, and a hash of architecture, tokenizer and documents.
-PLAN = [
-    "max_length",
-    "pad_to_multiple_of",
-    "batching",
-    "micro_batch_tokens",
-    "global_batch_tokens",
-    "seed",
-    "init_from",
-    "model_tokenizer_data",
-]
+PLAN = """max_length pad_to_multiple_of batching micro_batch_tokens global_batch_tokens seed
+    init_from model_tokenizer_data""".split()
 
 
 def application_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
@@ -1180,11 +1128,6 @@ class Checkpoints:
                     shutil.rmtree(leftover)  # of a run that died while writing
                 run.model_config.save_pretrained(temporary / "hf")
                 save_tokenizer(run.tokenizer, temporary / "hf")
-                generation = run.generation | {
-                    "eos_token_id": run.model_config.eos_token_id,
-                    "pad_token_id": run.tokenizer.pad_token_id,
-                }
-                write_json(temporary / "hf/generation_config.json", generation)
                 write_json(temporary / "checkpoint.json", run.facts | progress)
             dist.barrier(self.group)
             if not temporary.exists():
@@ -1270,7 +1213,6 @@ class Run:
     documents: Sequences
     device: torch.device
     current = None  # the run of this process, once it trains
-    generation = {}  # what generation_config.json of --init_from holds
     wandb = profiler = None
     stop_requested = 0  # signals that this rank has received
     stopping = False  # whether any rank has received one
@@ -1282,9 +1224,6 @@ class Run:
         if config.init_from:  # export in the same dtype
             stored = transformers.AutoConfig.from_pretrained(config.init_from)
             self.model_config.dtype = stored.dtype
-            base = Path(config.init_from, "generation_config.json")
-            if base.exists():
-                self.generation = json.loads(base.read_text())
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.flops = step_flops(model)
@@ -1406,11 +1345,6 @@ class Run:
             "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
         }
         self.log(line)
-        if step == self.first_step + 1:
-            of_rank = sum((m["labels"] != IGNORED).sum() for m in batch.micro_batches)
-            dist.all_reduce(of_rank)
-            # Or a multiple of it, if the ranks of TP, CP or PP groups share micro-batches.
-            assert of_rank % batch.num_targets == 0, "ranks do not hold the global batch"
         self.trace(step)
         if step % 100 == 0:
             gc.collect()
@@ -1453,8 +1387,8 @@ class Run:
             try:
                 generate = transformers.pipeline("text-generation", str(hf))
                 text = self.tokenizer.decode(prompt)  # a bos is in it
-                settings = {"max_new_tokens": 160, "do_sample": True, "temperature": 0.6}
-                [sample] = generate(text, add_special_tokens=False, **settings)
+                options = {"add_special_tokens": False, "max_new_tokens": 160, "do_sample": True}
+                [sample] = generate(text, temperature=0.6, **options)
                 say(f"--- the model continues a held-out text:\n{sample['generated_text']}\n---")
             except Exception as error:  # the run has succeeded: all its outputs are there
                 say(f"no sample of the model: {error}")
@@ -1475,7 +1409,7 @@ def refuse_non_finite(step: int, loss: float, grad_norm: float):
 def command_line():
     with refusing("python common.py export CHECKPOINT OUT [bfloat16]"):
         checkpoint, out, *dtype = sys.argv[2:]
-        export(Path(checkpoint), Path(out), *dtype, hub_names=True)
+        export(Path(checkpoint), Path(out), *dtype)
 
 
 if __name__ == "__main__":

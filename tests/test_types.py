@@ -146,7 +146,7 @@ def small_config(name: str, variant: dict[str, Any]) -> transformers.PreTrainedC
     chosen = sorted({kinds.index(kind) for kind in kinds} | {depth - 1})
     chosen = chosen[: max(2, len(set(kinds)))]
     changes: dict[str, Any] = {"pad_token_id": None}
-    neutral = common.NEUTRAL_SETTINGS
+    neutral = dict(line.split(maxsplit=1) for line in common.NEUTRAL_SETTINGS.splitlines())
     for key, value in settings.items():
         if key in per_layer:
             changes[key] = [value[i] for i in chosen]
