@@ -1386,9 +1386,13 @@ class Run:
         if self.facts["parameters"] < 2e9:  # larger ones would keep the GPUs waiting for minutes
             try:
                 generate = transformers.pipeline("text-generation", str(hf))
-                text = self.tokenizer.decode(prompt)  # a bos is in it
-                options = {"add_special_tokens": False, "max_new_tokens": 160, "do_sample": True}
-                [sample] = generate(text, temperature=0.6, **options)
+                [sample] = generate(
+                    self.tokenizer.decode(prompt),
+                    add_special_tokens=False,  # a bos is in it
+                    max_new_tokens=160,
+                    do_sample=True,
+                    temperature=0.6,
+                )
                 say(f"--- the model continues a held-out text:\n{sample['generated_text']}\n---")
             except Exception as error:  # the run has succeeded: all its outputs are there
                 say(f"no sample of the model: {error}")

@@ -1,0 +1,57 @@
+"""What a file says is what trains: no reader guesses types, and one bad row costs one row."""
+
+import json
+
+import pytest
+from conftest import data_config
+
+import common
+
+
+def keep(row: dict, tokenizer) -> tuple:
+    """Tokenize a row as its JSON, so that a test sees what `tokenize` passes on."""
+    text = json.dumps(row, ensure_ascii=False)
+    return [*text.encode(), 256], [True] * (len(text.encode()) + 1), text, 0
+
+
+def rows_of(path, columns: list[str]) -> list[dict]:
+    """Return the rows that a file gives, in its order."""
+    config = data_config(dataset=str(path))
+    documents = common.load_documents(config, columns, keep, common.load_tokenizer("bytes"))
+    found = [documents.read(i)[0][:-1] for i in range(len(documents.lengths))]
+    return [json.loads(bytes(tokens.tolist())) for tokens in found]
+
+
+VALUES = ["007", 7, 1.5, True, None, "1.10", "NA", "2024-01-01", "42", '"quoted"', '{"a": 1}']
+VALUES += ["a\nb", "\u2028", "\r", ["parts", {"text": "x"}], {"nested": {"deep": [1, "2"]}}]
+
+
+def test_each_row_of_jsonl_has_its_own_types(tmp_path):
+    """datasets would write all of a column as JSON texts, or parse texts that look like JSON."""
+    rows = [{"value": value, "other": 1} for value in VALUES] + [{"late": "x"}]
+    file = tmp_path / "mixed.jsonl"
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    expected = [{name: row[name] for name in row if name != "other"} for row in rows]
+    assert rows_of(file, ["value", "late"]) == expected
+
+
+def test_a_broken_line_costs_one_line(tmp_path, capfd):
+    lines = ['{"text": "a"}', '{"text": ', "", "7", "[1]", '"text"', '{"text": "b"}', "{}"]
+    file = tmp_path / "broken.jsonl"
+    file.write_text("\n".join(lines))
+    config = data_config(dataset=str(file))
+    tokenizer = common.load_tokenizer("bytes")
+    documents = common.load_documents(config, ["text"], common.tokenize_text, tokenizer)
+    said = capfd.readouterr().out
+    assert [bytes(documents.read(i)[0][:-1].tolist()) for i in range(2)] == [b"a", b"b"]
+    assert "2 documents are left out, because they are broken JSON" in said
+    assert "4 documents are left out, because they hold no text" in said
+
+
+@pytest.mark.parametrize("value", [["a"], 7, {"b": "c"}])
+def test_mixed_types_in_json_are_refused(tmp_path, value):
+    """One type holds for the whole column here, and texts would change without a word."""
+    file = tmp_path / "mixed.json"
+    file.write_text(json.dumps([{"text": "42"}, {"text": value}]))
+    with pytest.raises(common.Refusal, match="cannot be read"):
+        rows_of(file, ["text"])
