@@ -454,7 +454,7 @@ def load_documents(
         function: a module-level function as `tokenize_text`.
     """
     with refusing(
-        f"--dataset {config.dataset} cannot be read (convert other files to .parquet or .jsonl)"
+        f"--dataset (hub id, .parquet, .jsonl, .json or .txt) {config.dataset} cannot be read"
     ):
         corpus = open_dataset(config.dataset, config.dataset_config, config.dataset_split)
         present = [column for column in [JSON, *columns] if column in corpus.column_names]
@@ -466,6 +466,7 @@ def load_documents(
         key = fingerprint(
             corpus._fingerprint,
             CACHE_VERSION,
+            columns,
             inspect.getsource(function),
             tokenizer.special_tokens_map,
             tokenizer.chat_template,
@@ -529,7 +530,10 @@ class Sequences:
         limit = max(limit, index.group.min(initial=2**60))  # at least one is held out
         held_out = np.searchsorted(index.group, limit, "right")
         if held_out == len(index):
-            refuse("--dataset has fewer than two different documents with target tokens")
+            refuse(
+                "--dataset has fewer than two different documents with target tokens: see above "
+                "what is left out, and whether its columns have the names that this script reads"
+            )
         enough = 1 + np.searchsorted(index.lengths.cumsum(), validation_tokens)
         parts = index[held_out:], index[: min(held_out, enough)]
         return tuple(Sequences(self.documents, part) for part in parts)
@@ -1286,8 +1290,7 @@ class Run:
         write_json(self.directory / "config.json", self.facts)
         self.metrics.truncate(metrics_bytes)
         shutil.rmtree(self.directory / "hf", ignore_errors=True)  # of fewer steps
-        shared = Path(__file__).parent
-        for source in (sys.argv[0], shared / "chat.py", __file__):  # as they run now
+        for source in (sys.argv[0], __file__, Path(__file__).with_name("chat.py")):  # as they run
             shutil.copy(source, self.directory)
         if self.config.wandb_project:
             with refusing("--wandb_project"):

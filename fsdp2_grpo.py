@@ -242,7 +242,9 @@ def chat_tokenizer(config: Config) -> common.Tokenizer:
     if config.chat_template == "collection":
         tokenizer.chat_template = chat.TEMPLATE
     if not tokenizer.chat_template:
-        common.refuse(f"--tokenizer {name} has no chat template: use fsdp2_sft.py first")
+        common.refuse(
+            f"--tokenizer {name} has no chat template: fine-tune the model with fsdp2_sft.py first"
+        )
     with common.refusing(f"--tokenizer {name}: its chat template fails"):
         chat.tag_answers(tokenizer)
         text, [[begin, end]] = chat.find_answers(tokenizer, chat.SAMPLE, 2)

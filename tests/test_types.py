@@ -467,14 +467,6 @@ def test_the_language_model_of_a_composite_trains(tmp_path):
     assert config.model_type == "gemma3_text" and config.hidden_size == 32
 
 
-def test_quantization_of_hub_files_is_not_exported(tmp_path):
-    config = transformers.LlamaConfig(quantization_config={"quant_method": "fp8"})
-    config.save_pretrained(tmp_path)
-    read(tmp_path).save_pretrained(tmp_path / "hf")
-    assert "quantization" in (tmp_path / "config.json").read_text()
-    assert "quantization" not in (tmp_path / "hf/config.json").read_text()
-
-
 LONGROPE = {
     "rope_type": "longrope",
     "rope_theta": 1e4,
