@@ -511,3 +511,16 @@ def test_wandb_without_a_key_is_said_in_one_line(corpus, shape_directory, tmp_pa
     assert done.returncode == 2 and "Traceback" not in done.stderr
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert line.startswith("error: --wandb_project: No API key configured")
+
+
+@pytest.mark.drill
+def test_a_resume_on_four_ranks(run, shape_directory):
+    """To the last bit, but for DDP, which builds new buckets after its first step."""
+    flags = SHORT | {"model": shape_directory, "steps": 5, "checkpoint_every": 2}
+    flags |= {"keep_checkpoints": 5}
+    for script, tolerance in {"fsdp2_pretrain.py": 0.0, "ddp_pretrain.py": 1e-7}.items():
+        whole = run(script, 4, **flags)
+        resumed = run(script, 4, **flags, resume=whole / "checkpoints/step_00000002")
+        weights, again = (load_file(path / "hf/model.safetensors") for path in (whole, resumed))
+        for name, tensor in weights.items():
+            torch.testing.assert_close(again[name], tensor, rtol=0, atol=tolerance)

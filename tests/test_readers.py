@@ -55,3 +55,10 @@ def test_mixed_types_in_json_are_refused(tmp_path, value):
     file.write_text(json.dumps([{"text": "42"}, {"text": value}]))
     with pytest.raises(common.Refusal, match="cannot be read"):
         rows_of(file, ["text"])
+
+
+def test_another_column_of_the_same_file_is_tokenized_again(tmp_path):
+    file = tmp_path / "two.jsonl"
+    file.write_text("".join(json.dumps({"a": f"a{i}", "b": f"b{i}"}) + "\n" for i in range(3)))
+    for name in ("a", "b"):
+        assert rows_of(file, [name]) == [{name: f"{name}{i}"} for i in range(3)]
