@@ -162,7 +162,7 @@ CASES = {
     "broken parquet": ({"dataset": "FOLDER/broken.parquet"}, "cannot be read"),
     "missing column": ({"text_column": "body"}, "has no column body: .*text"),
     "no conversations": ({"script": "fsdp2_sft"}, "has no column messages or .*: .*text"),
-    "no chat template": (PROMPTS | {"script": GRPO}, "fine-tune the model with fsdp2_sft.py first"),
+    "no chat template": (PROMPTS | {"script": GRPO}, "has no chat template: use fsdp2_sft.py first"),
     "no prompts": (CHAT, "has no column messages or .*: .*text"),
     "more than all prompts": (
         CHAT | {"dataset": "FOLDER/prompts.jsonl", "prompts": 9},
