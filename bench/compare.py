@@ -37,6 +37,7 @@ import torch
 from contestant import TURN
 from shared import ROOT, STRATEGIES
 
+import chat
 import common
 import ddp_pretrain
 import fsdp2_sft
@@ -113,7 +114,7 @@ def prepare_pretraining(folder: Path, steps: int) -> dict[str, Any]:
 def prepare_fine_tuning(folder: Path, steps: int) -> dict[str, Any]:
     """Write conversations, a tokenizer with our template, and the conversations we train on."""
     conversations = []
-    for row in fsdp2_sft.docstring_conversations(common.standard_library_files()):
+    for row in chat.docstring_conversations(common.standard_library_files()):
         texts = {"system": row["system"], "user": row["prompt"], "assistant": row["completion"]}
         text = "".join(texts.values())
         # Transformers' mask, which TRL uses, leaves out the last bytes of what is not ASCII.

@@ -418,10 +418,10 @@ def model_config_of(script: Any, config: Any, vocabulary: int) -> Any:
     def tokenizer_with(ids: int) -> Any:
         return SimpleNamespace(get_vocab=lambda: {"the last one": ids - 1}, eos_token_id=None)
 
-    if not hasattr(script, "TEMPLATE"):
+    if not hasattr(script, "chat_tokenizer"):
         return script.build_model_config(config, tokenizer_with(vocabulary))
     # Fine-tuning adds the tokens of its chat template and a pad token.
-    grown = vocabulary + len(script.TURN + script.INSIDE) + 1
+    grown = vocabulary + len(chat.TURN + chat.INSIDE) + 1
     return script.build_model_config(config, tokenizer_with(grown), vocabulary)
 
 

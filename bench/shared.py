@@ -114,13 +114,14 @@ def load_data(script: Any, config: Any, kind: type | None = None) -> SimpleNames
     Args:
         kind: the class of the batches, if not the script's own.
     """
+    import chat
     import common
 
     os.environ.setdefault("RANK", "0")  # `common.say` prints on rank 0
     kind = kind or batches_class(script)
     if hasattr(script, "chat_tokenizer"):
-        tokenizer, known_ids = script.chat_tokenizer(config.tokenizer)
-        columns, function = script.COLUMNS, script.tokenize_conversation
+        tokenizer, known_ids = script.chat_tokenizer(config)
+        columns, function = chat.COLUMNS, script.tokenize_conversation
         model_config = script.build_model_config(config, tokenizer, known_ids)
     else:
         tokenizer = common.load_tokenizer(config.tokenizer)

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "bench")]
 import collectives  # noqa: E402
 
+import chat  # noqa: E402
 import common  # noqa: E402
 import fsdp2_grpo as script  # noqa: E402
 
@@ -79,7 +80,7 @@ class Watched:
         })  # fmt: skip
 
     def sample(
-        self, model: Any, prompts: list, draws: np.ndarray, eos_token_id: int, *more: Any
+        self, model: Any, prompts: list, draws: np.ndarray, end_ids: list, *more: Any
     ) -> list:
         group = len(draws) // len(prompts)
         for i, prompt in enumerate(prompts):
@@ -88,8 +89,8 @@ class Watched:
         if self.uneven and dist.get_rank() == 0:
             draws = draws[:, :1]
         elif self.uneven:
-            eos_token_id = -1
-        return REAL["sample"](model, prompts, draws, eos_token_id, *more)
+            end_ids = [-1]
+        return REAL["sample"](model, prompts, draws, end_ids, *more)
 
     def policy_loss(self, log_probs: Any, old_log_probs: Any, *more: Any, **named: Any) -> Any:
         ratio = (log_probs - old_log_probs).exp()
@@ -135,8 +136,8 @@ def run(flags: dict[str, Any], device: torch.device) -> dict[str, Any]:
     flags = dict(flags)
     watched = Watched(flags.pop("uneven", False))
     config = script.Config(**flags)
-    tokenizer = script.chat_tokenizer(config.tokenizer)
-    documents = common.load_documents(config, script.COLUMNS, script.tokenize_prompt, tokenizer)
+    tokenizer = script.chat_tokenizer(config)
+    documents = common.load_documents(config, chat.COLUMNS, script.tokenize_prompt, tokenizer)
     training, validation = (script.leave_out_long(part, config) for part in documents.split())
     model_config = script.build_model_config(config, tokenizer)
     model = script.build_model(config, model_config)
@@ -150,8 +151,8 @@ def run(flags: dict[str, Any], device: torch.device) -> dict[str, Any]:
         reference = script.parallelize(script.build_model(config, model_config), config, device)
         common.load_weights(reference, config.init_from)
     plumbing = SimpleNamespace(
-        config=config, tokenizer=tokenizer, device=device, stop_requested=0,
-        log=lambda line: None,
+        config=config, tokenizer=tokenizer, model_config=model_config, device=device,
+        stop_requested=0, log=lambda line: None,
     )  # fmt: skip
     measured = []
     with mock.patch.multiple(script, **{name: getattr(watched, name) for name in WATCHED}):

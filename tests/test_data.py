@@ -509,7 +509,7 @@ def embedded(corpus: str) -> common.Sequences:
     """Return the training sequences of an embedded corpus, as the scripts read it by default."""
     if corpus == "stdlib":
         return load(corpus).split()[0].sequences(512)
-    tokenizer, _ = fsdp2_sft.chat_tokenizer("bytes")
+    tokenizer, _ = fsdp2_sft.chat_tokenizer(fsdp2_sft.Config())
     config = common.Flags(dataset=corpus)
     documents = common.load_documents(
         config, ["prompt", "completion", "system"], fsdp2_sft.tokenize_conversation, tokenizer

@@ -33,6 +33,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache
 
+import chat
 import common
 import fsdp2_grpo as script
 import fsdp2_sft
@@ -46,7 +47,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(scope="module")
 def tokenizer():
     """Return the tokenizer of fine-tuned models."""
-    return fsdp2_sft.chat_tokenizer("bytes")[0]
+    return fsdp2_sft.chat_tokenizer(fsdp2_sft.Config())[0]
 
 
 def save_start(folder: Path, config, tokenizer) -> str:
@@ -77,6 +78,10 @@ def start(tokenizer, tmp_path_factory) -> str:
 def experts(tokenizer, tmp_path_factory) -> str:
     config = small_mixture(tie_word_embeddings=False)
     return save_start(tmp_path_factory.mktemp("experts"), config, tokenizer)
+
+
+def chat_tokenizer(name: str):
+    return script.chat_tokenizer(SimpleNamespace(tokenizer=name, chat_template="own"))
 
 
 def save_template(folder: Path, template: str | dict) -> str:
@@ -461,7 +466,7 @@ def one_alone(model, prompt: np.ndarray, draws: np.ndarray, end: int) -> tuple[l
 
 @torch.no_grad()
 def sample(model, prompts: list, draws: np.ndarray, end: int) -> list:
-    return script.sample(sampler(model), prompts, draws, end, CPU)
+    return script.sample(sampler(model), prompts, draws, [end], CPU)
 
 
 def check_sampling(model, vocabulary: int = 256, end: int = 7) -> list:
@@ -819,12 +824,14 @@ def test_what_a_reward_is_given(tokenizer, monkeypatch):
     prompt, reference = split({"system": "s", "prompt": "p", "completion": "the best"}, tokenizer)
     tokens = np.array([*"né".encode(), tokenizer.eos_token_id], np.uint32)
     log_probs = np.zeros(len(tokens), np.float32)
-    judged = script.judge(tokenizer, script.Answer(prompt, reference, tokens, log_probs))
+    ends = SimpleNamespace(eos_token_id=[tokenizer.eos_token_id])
+    run = SimpleNamespace(tokenizer=tokenizer, model_config=ends)
+    judged = script.judge(run, script.Answer(prompt, reference, tokens, log_probs))
     text = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\np<|im_end|>\n"
     assert seen == [(text + "<|im_start|>assistant\n", "né", "the best")]
     assert judged.reward == 1 and isinstance(judged.reward, float)
     unended = script.Answer(prompt, reference, tokens[:-1], log_probs[:-1])
-    assert script.judge(tokenizer, unended).reward == 0 and len(seen) == 1
+    assert script.judge(run, unended).reward == 0 and len(seen) == 1
 
 
 def refusal(monkeypatch, reward: Callable) -> str:
@@ -922,7 +929,9 @@ def test_equal_rewards_of_any_size_are_equal(monkeypatch, tokenizer):
     group = [script.Answer(one, one, one, np.zeros(1, np.float32), 0.1)] * 3
     monkeypatch.setattr(script, "answer_prompts", lambda *_: [group, group])
     monkeypatch.setattr(script, "dp_rank_and_size", lambda _: (0, 1))
-    run = SimpleNamespace(config=script.Config(prompts=2, answers=3), tokenizer=tokenizer)
+    ends = SimpleNamespace(eos_token_id=[tokenizer.eos_token_id])
+    config = script.Config(prompts=2, answers=3)
+    run = SimpleNamespace(config=config, tokenizer=tokenizer, model_config=ends)
     _, measured = script.roll_out(None, SimpleNamespace(lengths=np.ones(5)), 1, run)
     assert measured["mixed"] == 0
 
@@ -1005,7 +1014,7 @@ def test_the_longest_prompt_has_room(tokenizer, tmp_path):
     config = script.Config(
         dataset=str(write(tmp_path / "rows.jsonl", rows)), max_length=length + 9, answer_length=9
     )
-    documents = common.load_documents(config, script.COLUMNS, script.tokenize_prompt, tokenizer)
+    documents = common.load_documents(config, chat.COLUMNS, script.tokenize_prompt, tokenizer)
     kept = script.leave_out_long(documents, config)
     assert len(documents.lengths) == 2 and len(kept.lengths) == 1
     assert (kept.read(0)[0] == script.tokenize_prompt(rows[0], tokenizer)[0]).all()
@@ -1016,19 +1025,17 @@ def test_prompts_are_on_the_same_side_of_the_split_in_fine_tuning_and_rl(tokeniz
     rows = []
     for number, answer in itertools.product(range(150), range(8)):
         asked = {"role": "user", "content": f"{number}" + "?" * (number % 90)}
-        row = {"prompt": [asked], "completion": "!" * 30 * answer}
+        row = {"prompt": [asked], "completion": "!" * (1 + 30 * answer)}
         if number % 3 == 0:  # the prompt of the last answer has another answer in it
-            turns = [asked, ASSISTANT | {"content": "!" * 20 * answer}, USER, ASSISTANT]
+            turns = [asked, ASSISTANT | {"content": "!" * (1 + 20 * answer)}, USER, ASSISTANT]
             row = {"messages": turns}
         if number % 5 == 0:
             row = {"prompt": [asked]}  # fine-tuning leaves it out
         rows.append(row)
     dataset = str(write(tmp_path / "rows.jsonl", rows))
     config = script.Config(dataset=dataset, answer_length=8)
-    tuning = common.load_documents(
-        config, fsdp2_sft.COLUMNS, fsdp2_sft.tokenize_conversation, tokenizer
-    )
-    learning = common.load_documents(config, script.COLUMNS, script.tokenize_prompt, tokenizer)
+    tuning = common.load_documents(config, chat.COLUMNS, fsdp2_sft.tokenize_conversation, tokenizer)
+    learning = common.load_documents(config, chat.COLUMNS, script.tokenize_prompt, tokenizer)
     splits = []
     for config.max_length in (80, 160, 512):
         splits.append([fsdp2_sft.truncate(p, config.max_length) for p in tuning.split()])
@@ -1050,7 +1057,7 @@ def test_held_out_prompts_without_room_are_refused(reinforce, tokenizer, tmp_pat
     ]
     short = str(write(tmp_path / "short.jsonl", rows))
     documents = common.load_documents(
-        script.Config(dataset=short), script.COLUMNS, script.tokenize_prompt, tokenizer
+        script.Config(dataset=short), chat.COLUMNS, script.tokenize_prompt, tokenizer
     )
     for row in documents.split()[1].index.document.tolist():
         rows[row]["prompt"][1] = ASSISTANT | {"content": "x" * 128}
@@ -1086,32 +1093,32 @@ def asking(answer: str, asks: str = ASKS) -> str:
 def test_a_model_is_asked_with_its_own_template(tmp_path, name):
     """As hub models have them. The turn ends with the template's token."""
     template = asking(ANSWERS[name])
-    made = script.chat_tokenizer(save_template(tmp_path, template))
-    assert made.chat_template == template and made.eos_token == "<|eot|>"
-    for completion in ("c", "", None):
+    made = chat_tokenizer(save_template(tmp_path, template))
+    assert made.chat_template == template and made.decode([made.turn_end]) == "<|eot|>"
+    for completion in ("c", None):
         asked, expected = split({"prompt": "p", "completion": completion}, made)
         assert made.decode(asked) == "<|header|>user p<|eot|><|header|>assistant "
-        assert made.decode(expected) == (completion or "") + "<|eot|>"
+        assert made.decode(expected) == (completion or "") + "<|endoftext|>"
 
 
 def test_of_several_templates_the_default_is_used(tmp_path):
     plain = asking(ANSWERS["not marked"])
     several = {"default": plain, "tools": "{{- no -}}"}
-    made = script.chat_tokenizer(save_template(tmp_path, several))
+    made = chat_tokenizer(save_template(tmp_path, several))
     assert made.chat_template == plain
 
 
 def test_a_template_that_does_not_ask_is_refused(tmp_path):
     """The model would have to write the header of an answer, which it never learned."""
     template = asking(ANSWERS["not marked"], "")
-    made = script.chat_tokenizer(save_template(tmp_path, template))
+    made = chat_tokenizer(save_template(tmp_path, template))
     with pytest.raises(ValueError, match="have a chat template that does not ask for an answer"):
         script.tokenize_prompt({"prompt": "p", "completion": "c"}, made)
 
 
 def test_a_model_without_a_template_is_refused():
-    with pytest.raises(common.Refusal, match="bytes: fine-tune the model with fsdp2_sft.py first"):
-        script.chat_tokenizer("bytes")
+    with pytest.raises(common.Refusal, match="bytes has no chat template: use fsdp2_sft.py first"):
+        chat_tokenizer("bytes")
 
 
 # --- The model that is trained --------------------------------------------------------------------

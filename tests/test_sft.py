@@ -22,10 +22,11 @@ from transformers.utils import logging
 import common
 import fsdp2_grpo
 import fsdp2_sft
+from chat import COLUMNS, INSIDE, TURN
 
 logging.disable_progress_bar()
-# Chat formats of other families, with generation tags. Some rewrite earlier turns: one drops their
-# thoughts, one all but the last question.
+# Chat formats of other families, with generation tags. One drops the thoughts of earlier
+# turns.
 TEMPLATES = {
     "headers": """{{- '<|begin|>' -}}{%- for m in messages -%}
 {{- '<|header|>' + m.role + '<|header_end|>\\n\\n' -}}
@@ -51,11 +52,6 @@ TEMPLATES = {
 {%- if m.role == 'assistant' -%}{%- generation -%}{{- 'A:' -}}{%- endgeneration -%}{{- ' ' -}}
 {%- generation -%}{{- m.content + '<|eot|>' -}}{%- endgeneration -%}
 {%- else -%}{{- '<|header|>' + m.content + '\n' -}}{%- endif -%}
-{%- endfor -%}""",
-    "keeps the last question": """{%- for m in messages[-2:] -%}
-{{- '<|header|>' + m.role + '\\n' -}}
-{%- if m.role == 'assistant' -%}{%- generation -%}{{- m.content + '<|eot|>' -}}
-{%- endgeneration -%}{%- else -%}{{- m.content + '<|eot|>' -}}{%- endif -%}
 {%- endfor -%}""",
 }
 
@@ -89,6 +85,11 @@ CONVERSATIONS = {
 }  # fmt: skip
 
 
+def chat_tokenizer(name: str, template: str = "own") -> tuple:
+    """Call the script's function with the flags that it reads."""
+    return fsdp2_sft.chat_tokenizer(SimpleNamespace(tokenizer=name, chat_template=template))
+
+
 def save_base(folder: Path, change=None, template: str | None = None, more: tuple = ()) -> str:
     """Save the `bytes` tokenizer with more special tokens, a template and a change."""
     tokenizer = copy.deepcopy(common.load_tokenizer("bytes"))
@@ -106,20 +107,20 @@ def chat(tmp_path_factory):
 
     def make(base: str = "bytes", template: str | None = None):
         if template is None:
-            return fsdp2_sft.chat_tokenizer(base)[0]
+            return chat_tokenizer(base)[0]
         tokenizer = copy.deepcopy(common.load_tokenizer(base))
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|header|>", "<|eot|>"]})
         tokenizer.chat_template = TEMPLATES[template]
         directory = tmp_path_factory.mktemp("tokenizer")
         tokenizer.save_pretrained(directory)
-        return fsdp2_sft.chat_tokenizer(str(directory))[0]
+        return chat_tokenizer(str(directory))[0]
 
     return make
 
 
 def encode(tokenizer, messages: list) -> tuple[np.ndarray, np.ndarray]:
     """Return ids and loss mask of a conversation with every answer in the loss."""
-    return fsdp2_sft.encode(tokenizer, messages, sum(m["role"] == "assistant" for m in messages))
+    return fsdp2_sft.encode(tokenizer, messages, start=0)
 
 
 def tokenize(row: dict, tokenizer) -> tuple[str, str]:
@@ -153,7 +154,8 @@ def test_ids_and_mask_are_those_of_transformers(chat, base, template, tmp_path, 
     if base == "gpt2":
         request.getfixturevalue("gpt2_vocabulary")
     tokenizer = chat(base, template)
-    assert tokenizer.eos_token == ("<|eot|>" if template else "<|im_end|>")
+    assert tokenizer.decode([tokenizer.turn_end]) == ("<|eot|>" if template else "<|im_end|>")
+    assert tokenizer.eos_token == ("<|endoftext|>" if template else "<|im_end|>")
     tokenizer.save_pretrained(tmp_path)
     exported = AutoTokenizer.from_pretrained(tmp_path)
     for name, messages in CONVERSATIONS.items():
@@ -169,7 +171,6 @@ IN_LOSS = {  # arguments: the answer, and whether it is the last message
     "tags": lambda text, last: text + "<|eot|>\n",
     "drops thoughts": lambda text, last: (text if last else text.split("</think>")[-1]) + "<|eot|>",
     "two spans": lambda text, last: "A:" + text + "<|eot|>",
-    "keeps the last question": lambda text, last: text + "<|eot|>",
 }
 
 
@@ -177,10 +178,9 @@ IN_LOSS = {  # arguments: the answer, and whether it is the last message
 def test_the_loss_covers_the_answers_and_the_ends_of_their_turns(chat, template):
     tokenizer = chat("bytes", template)
     for name, messages in CONVERSATIONS.items():
-        shown = messages[-2:] if template == "keeps the last question" else messages
         expected = [
-            IN_LOSS[template](message["content"], message is shown[-1])
-            for message in shown
+            IN_LOSS[template](message["content"], message is messages[-1])
+            for message in messages
             if message["role"] == "assistant"
         ]
         ids, in_loss = encode(tokenizer, messages)
@@ -193,7 +193,7 @@ def test_all_bytes_of_a_character_are_in_the_loss(tmp_path):
     outside = """{%- for m in messages -%}{%- if m.role == 'assistant' -%}{%- generation -%}
 {{- m.content -}}{%- endgeneration -%}{%- else -%}{{- m.content -}}{%- endif -%}
 {{- '<|eot|>' -}}{%- endfor -%}"""
-    tokenizer, _ = fsdp2_sft.chat_tokenizer(save_base(tmp_path, None, outside, ("<|eot|>",)))
+    tokenizer, _ = chat_tokenizer(save_base(tmp_path, None, outside, ("<|eot|>",)))
     for answer in ("café", "漢", "🙂", "a🙂", "x"):
         ids, in_loss = encode(tokenizer, said(("user", "é🙂"), ("assistant", answer)))
         assert tokenizer.decode(ids[in_loss]) == answer
@@ -206,17 +206,17 @@ def test_tokenizers_of_other_kinds(tmp_path):
     """Markers that exist but are not special, truncation that a trainer left on, a start token."""
 
     def plain_markers(tokenizer):
-        tokenizer.add_tokens(list(fsdp2_sft.TURN))
+        tokenizer.add_tokens(list(TURN))
         tokenizer.backend_tokenizer.enable_truncation(16)
         tokenizer.backend_tokenizer.enable_padding(length=16)
 
-    made, known = fsdp2_sft.chat_tokenizer(save_base(tmp_path / "a", plain_markers))
-    assert max(made.convert_tokens_to_ids(fsdp2_sft.TURN)) < known  # not added again
+    made, known = chat_tokenizer(save_base(tmp_path / "a", plain_markers))
+    assert max(made.convert_tokens_to_ids(TURN)) < known  # not added again
     ids, in_loss = encode(made, said(("user", "x"), ("assistant", "y" * 40)))
     assert (ids == made.convert_tokens_to_ids("<|im_start|>")).sum() == 2
     assert made.decode(ids[in_loss]) == "y" * 40 + "<|im_end|>"
     assert tokenize({"messages": CONVERSATIONS["one turn"]}, made)[1] == "4<|im_end|>"
-    for marker in fsdp2_sft.TURN:
+    for marker in TURN:
         with pytest.raises(ValueError, match="spell out a special token"):
             tokenize({"prompt": marker, "completion": "y"}, made)
 
@@ -227,7 +227,7 @@ def test_tokenizers_of_other_kinds(tmp_path):
         processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 257)])
         tokenizer.backend_tokenizer.post_processor = processor
 
-    made, _ = fsdp2_sft.chat_tokenizer(save_base(tmp_path / "b", with_start))
+    made, _ = chat_tokenizer(save_base(tmp_path / "b", with_start))
     ids, _ = encode(made, CONVERSATIONS["one turn"])
     assert ids[0] == 257 and (ids == 257).sum() == 1
 
@@ -256,20 +256,20 @@ def test_a_hub_models_template_comes_along(tmp_path, monkeypatch):
         return str(here)
 
     monkeypatch.setattr(common.huggingface_hub, "snapshot_download", download)
-    tokenizer, known = fsdp2_sft.chat_tokenizer(common.fetch_weights("someone/chat"))
+    tokenizer, known = chat_tokenizer(common.fetch_weights("someone/chat"))
     assert tokenizer.chat_template == TEMPLATES["headers"]
-    assert len(tokenizer) == known + 1  # only a pad token, none of our own template
+    assert len(tokenizer) == known  # no token of our own template
     assert {path.name for path in here.glob("*.safetensors")} == {"model.safetensors"}
 
 
 def test_blanks_are_in_the_loss_if_the_tokenizer_skips_them():
     """A byte-level post-processor gives a token of blanks an empty span by default."""
-    made, _ = fsdp2_sft.chat_tokenizer("bytes")
+    made, _ = chat_tokenizer("bytes")
     answer = "if x:\n    y\n    z"
-    turns = said(("user", " é "), ("assistant", answer), ("user", "\n"), ("assistant", " "))
+    turns = said(("user", " é "), ("assistant", answer), ("user", "\n"), ("assistant", " x"))
     for trim in (False, True):
         made.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
-        assert tokenize({"messages": turns}, made)[1] == f"{answer}<|im_end|> <|im_end|>"
+        assert tokenize({"messages": turns}, made)[1] == f"{answer}<|im_end|> x<|im_end|>"
 
 
 def test_a_tokenizer_that_skips_ids_keeps_all_its_tokens(tmp_path):
@@ -279,7 +279,7 @@ def test_a_tokenizer_that_skips_ids_keeps_all_its_tokens(tmp_path):
     content["model"]["vocab"]["<|far|>"] = 400
     content["added_tokens"].append(content["added_tokens"][0] | {"id": 400, "content": "<|far|>"})
     (base / "tokenizer.json").write_text(json.dumps(content))
-    made, known = fsdp2_sft.chat_tokenizer(str(base))
+    made, known = chat_tokenizer(str(base))
     assert known == 401 and len(made) < 401
     assert made.convert_tokens_to_ids("<|im_start|>") >= 401
 
@@ -291,14 +291,14 @@ def test_the_end_of_a_turn_is_the_last_token_in_the_loss(tmp_path):
         tokenizer.add_tokens(["\n", "\n\n"])
 
     base = save_base(tmp_path / "gemma", newlines, GEMMA, ("<turn>", "<|eot|>"))
-    made, _ = fsdp2_sft.chat_tokenizer(base)
-    assert made.eos_token == "<|eot|>" and made.pad_token.strip()
+    made, _ = chat_tokenizer(base)
+    assert made.decode([made.turn_end]) == "<|eot|>"
     ids, in_loss = encode(made, CONVERSATIONS["one turn"])
     assert made.decode(ids[in_loss]) == "4<|eot|>\n"
     assert made.convert_tokens_to_ids("\n") == 259 == ids[-1]
 
     base = save_base(tmp_path / "outside", None, OUTSIDE, ("<think>", "</think>", "<|eot|>"))
-    assert fsdp2_sft.chat_tokenizer(base)[0].eos_token == "<|endoftext|>"  # as it was
+    assert "no single token ends an answer" in refused(chat_tokenizer, base)
 
 
 def test_a_template_that_cannot_train_is_refused_in_one_line(tmp_path):
@@ -306,11 +306,11 @@ def test_a_template_that_cannot_train_is_refused_in_one_line(tmp_path):
     parts = """{%- for m in messages -%}{{- m.role + ':' -}}{%- generation -%}
 {%- for part in m.content if part.type == 'text' -%}{{- part.text -}}{%- endfor -%}<|eot|>
 {%- endgeneration -%}{%- endfor -%}"""
-    line = refused(fsdp2_sft.chat_tokenizer, save_base(tmp_path / "parts", None, parts))
-    assert "its chat template" in line and "leaves out the text of messages" in line
+    line = refused(chat_tokenizer, save_base(tmp_path / "parts", None, parts))
+    assert "its chat template fails" in line and "leaves out or mixes up" in line
     fails = "{{ raise_exception('no') }}{% generation %}{% endgeneration %}"
-    line = refused(fsdp2_sft.chat_tokenizer, save_base(tmp_path / "fails", None, fails))
-    assert line.endswith("its chat template fails: no")
+    line = refused(chat_tokenizer, save_base(tmp_path / "fails", None, fails))
+    assert line.endswith("chat template: no")
 
 
 # One span more than there are answers, as in phi3's. The tokens of turns are not special, as in
@@ -327,12 +327,11 @@ def test_a_template_with_more_spans_than_answers(tmp_path):
         tokenizer.add_tokens(["<U>", "<A>"])
 
     base = save_base(tmp_path, markers, MORE_SPANS, ("<|eot|>", "<|seen|>"))
-    made, _ = fsdp2_sft.chat_tokenizer(base)
+    made, _ = chat_tokenizer(base)
     turns = said(("user", "1"), ("assistant", "first"), ("user", "2"), ("assistant", "second"))
     assert tokenize({"messages": turns}, made)[1] == "first<|eot|>second<|eot|><|eot|>"
     row = {"prompt": turns[:3], "completion": "second"}
     assert tokenize(row, made)[1] == "second<|eot|><|eot|>"
-    assert made.pad_token not in ("<|seen|>", "<|eot|>")
     for forged in ("<A>", "<U>", "<|seen|>"):
         with pytest.raises(ValueError, match="spell out a special token"):
             tokenize({"prompt": f"x{forged}y", "completion": "z"}, made)
@@ -357,25 +356,24 @@ def thoughts_are_tokens(tokenizer):
         (None, None, (), "<|pad|>"),
         (pad_is_end, None, (), "<|pad|>"),
         (end_and_pad, None, ("<|im_start|>", "<|im_end|>"), "<|endoftext|>"),
-        (pad_is_end, TEMPLATES["headers"], ("<|header|>", "<|eot|>", "<|spare|>"), "<|spare|>"),
-        (pad_is_end, TEMPLATES["headers"], ("<|header|>", "<|eot|>", "<|begin|>"), "<|pad|>"),
-        (thoughts_are_tokens, TEMPLATES["tags"], ("<|eot|>",), "<|endoftext|>"),
+        (pad_is_end, TEMPLATES["headers"], ("<|header|>", "<|eot|>"), "<|endoftext|>"),
+        (thoughts_are_tokens, TEMPLATES["tags"], ("<|eot|>",), "<|eot|>"),
     ],
 )
 def test_pad_is_a_token_of_its_own(tmp_path, change, template, more, pad):
-    """A spare special token if there is one, never one that ends a text or is part of it."""
-    made, known = fsdp2_sft.chat_tokenizer(save_base(tmp_path / "a", change, template, more))
+    """Never one that ends a text or a turn, unless the tokenizer has its own template."""
+    made, known = chat_tokenizer(save_base(tmp_path / "a", change, template, more))
     assert made.pad_token == pad
-    assert made.pad_token_id not in (made.eos_token_id, None)
-    ids = encode(made, said(("user", "<think>"), ("assistant", "x")))[0]
-    assert made.pad_token_id not in ids
     if template:
-        assert len(made) == known + (pad == "<|pad|>")
+        assert len(made) == known
+    else:
+        assert made.pad_token_id not in (made.eos_token_id, None)
+        assert made.pad_token_id not in encode(made, CONVERSATIONS["one turn"])[0]
     made.save_pretrained(tmp_path / "b")
-    again, then = fsdp2_sft.chat_tokenizer(str(tmp_path / "b"))  # nothing is added again
+    again, then = chat_tokenizer(str(tmp_path / "b"))  # nothing is added again
     assert then == len(again) == len(made)
     assert (again.pad_token, again.eos_token) == (made.pad_token, made.eos_token)
-    for token in fsdp2_sft.TURN + fsdp2_sft.INSIDE if template is None else more:
+    for token in TURN + INSIDE if template is None else more:
         assert len(made(token, add_special_tokens=False)["input_ids"]) == 1
 
 
@@ -393,17 +391,16 @@ FORMS = {
     "dict": {"prompt": ONE[0], "completion": "b"},
     "question twice": {"prompt": "a", "messages": ONE},  # as in UltraChat
     "no tools": {"messages": ONE, "tools": "[]", "chat_template_kwargs": {}},
+    "json text": {"messages": json.dumps(ONE)},
     "empty extras": {"messages": [ONE[0], ONE[1] | {"tool_calls": None, "weight": 1}], "tools": []},
 }
 
 
 def documents_of(path, tokenizer=None) -> common.Sequences:
     """Call `load_documents` as the script does."""
-    tokenizer = tokenizer or fsdp2_sft.chat_tokenizer("bytes")[0]
+    tokenizer = tokenizer or chat_tokenizer("bytes")[0]
     config = data_config(dataset=str(path))
-    return common.load_documents(
-        config, fsdp2_sft.COLUMNS, fsdp2_sft.tokenize_conversation, tokenizer
-    )
+    return common.load_documents(config, COLUMNS, fsdp2_sft.tokenize_conversation, tokenizer)
 
 
 def write(path: Path, rows: list[dict]) -> Path:
@@ -413,7 +410,7 @@ def write(path: Path, rows: list[dict]) -> Path:
 
 def shown(sequences: common.Sequences) -> list[tuple[str, str]]:
     """Return sequences as text: all of it, and what is in the loss."""
-    tokenizer = fsdp2_sft.chat_tokenizer("bytes")[0]
+    tokenizer = chat_tokenizer("bytes")[0]
     read = [sequences.read(i) for i in range(len(sequences.lengths))]
     return [(tokenizer.decode(ids), tokenizer.decode(ids[in_loss])) for ids, in_loss in read]
 
@@ -463,8 +460,8 @@ def test_of_prompt_and_completion_only_the_completion_is_in_the_loss(chat):
             assert "earlier" in text
 
 
-BEYOND = "hold tools, thoughts, media or template arguments beside the text"
-NO_TEXT = "hold messages without role or text"
+BEYOND = "hold more than text"
+NO_TEXT = "hold messages of an unknown role, or without text"
 FUNCTION = {"name": "f", "arguments": "{}"}
 LEFT_OUT = [
     ({"messages": [ONE[0], ONE[1] | {"content": "", "tool_calls": [FUNCTION]}]}, BEYOND),
@@ -474,14 +471,16 @@ LEFT_OUT = [
     ({"messages": ONE, "tools": [FUNCTION]}, BEYOND),
     ({"messages": ONE, "images": ["a.png"]}, BEYOND),
     ({"messages": ONE, "chat_template_kwargs": {"think": True}}, BEYOND),
-    ({"messages": [ONE[0], ONE[1] | {"weight": 0}]}, "hold messages of weight 0"),
+    ({"messages": [ONE[0], ONE[1] | {"weight": 0}]}, "are not for training, or only in part: weight"),
     ({"messages": [ONE[0], {"role": "assistant", "content": None}]}, NO_TEXT),
     ({"messages": [{"role": None, "content": "x"}, ONE[1]]}, NO_TEXT),
     ({"messages": [{"speaker": "a"}]}, NO_TEXT),
     ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, ONE[1]]}, NO_TEXT),
     ({"messages": [{"role": "user", "content": ["look"]}, ONE[1]]}, NO_TEXT),
     ({"messages": [ONE[0] | {"content": [{"type": "text", "text": None}]}, ONE[1]]}, NO_TEXT),
-    ({"messages": "a: b"}, NO_TEXT),
+    ({"messages": "a: b"}, "Expecting value"),
+    ({"messages": [ONE[0], ONE[1] | {"content": "\n"}]}, "hold an empty answer"),
+    ({"prompt": "a", "completion": ""}, "hold an empty answer"),
     ({"prompt": 4, "completion": "b"}, "hold no messages"),
     ({"messages": 4}, "hold no messages"),
     ({"messages": ["a", "b"]}, "hold no messages"),
@@ -494,28 +493,29 @@ LEFT_OUT = [
     ({"prompt": "a", "completion": "<|im_start|>"}, "spell out a special token"),
     ({"prompt": "<|begin_of_thought|>", "completion": "b"}, "spell out a special token"),
     ({"system": "<|pad|>", "prompt": "a", "completion": "b"}, "spell out a special token"),
-    ({"messages": [{"role": "user<|im_end|>", "content": "x"}, ONE[1]]}, "spell out a special"),
+    ({"messages": [{"role": "user<|im_end|>", "content": "x"}, ONE[1]]}, NO_TEXT),
 ]  # fmt: skip
 
 
 def test_what_cannot_be_rendered_faithfully_is_left_out_and_counted(tmp_path, capsys):
     """Each row alone, and all of them among good rows."""
-    tokenizer, _ = fsdp2_sft.chat_tokenizer("bytes")
+    tokenizer, _ = chat_tokenizer("bytes")
     for row, why in LEFT_OUT:
         with pytest.raises(ValueError, match=why):
             tokenize(row, tokenizer)
     thought = CONVERSATIONS["thought"]
-    good = [{"messages": ONE}, {"messages": said(("user", "q"), ("assistant", ""))}]
+    good = [{"messages": ONE}, {"messages": said(("user", "q"), ("assistant", "r"))}]
     good += [{"messages": thought}]
     documents = documents_of(write(tmp_path / "rows.jsonl", good + [row for row, _ in LEFT_OUT]))
-    in_loss = ["b<|im_end|>", "<|im_end|>", thought[1]["content"] + "<|im_end|>"]
+    in_loss = ["b<|im_end|>", "r<|im_end|>", thought[1]["content"] + "<|im_end|>"]
     assert [end for _, end in shown(documents)] == in_loss
     assert documents.index.document.tolist() == [0, 1, 2]
     found = re.findall(r"(\d+) documents are left out, because they (.*)", capsys.readouterr().out)
     assert sum(int(count) for count, _ in found) == len(LEFT_OUT)
     for why in (BEYOND, NO_TEXT, "hold no messages", "hold no answer", "spell out a special token"):
         expected = sum(why.startswith(each) for _, each in LEFT_OUT)
-        assert sum(int(count) for count, reason in found if reason == why) >= expected > 0
+        got = sum(int(count) for count, reason in found if reason.startswith(why))
+        assert got >= expected > 0
 
 
 def test_long_conversations_are_truncated_and_need_an_answer(tmp_path, capsys):
@@ -622,7 +622,7 @@ def labels_in_transformers(tokenizer, path, row: int) -> tuple[torch.Tensor, tor
 
 def test_bucketed_packed_and_one_at_a_time_agree(conversations, model):
     """The same conversations. One at a time uses the loss mask and the loss of transformers."""
-    tokenizer, training = fsdp2_sft.chat_tokenizer("bytes")[0], training_of(conversations)
+    tokenizer, training = chat_tokenizer("bytes")[0], training_of(conversations)
     alone, one, labels, sequences = model("bucketed"), 0.0, 0, training.sequences
     assert sequences.num_targets.sum() < 0.8 * sequences.lengths.sum()
     truncated = sequences.lengths == 512
@@ -649,7 +649,7 @@ def test_bucketed_packed_and_one_at_a_time_agree(conversations, model):
 @pytest.mark.parametrize("batching", ["bucketed", "packed"])
 def test_only_target_tokens_have_a_gradient(conversations, model, batching):
     """And only they go through the head."""
-    tokenizer, model = fsdp2_sft.chat_tokenizer("bytes")[0], model(batching)
+    tokenizer, model = chat_tokenizer("bytes")[0], model(batching)
     training, hidden = training_of(conversations, batching=batching), []
     indices = max(training.plan(0), key=len)
     hook = model.model.register_forward_hook(lambda _, __, out: hidden.append(out[0]))
@@ -824,7 +824,7 @@ def test_the_vocabulary_grows_under_any_number_of_ranks_and_resumes(flags, tmp_p
     weight, was = grown.get_input_embeddings().weight, old.get_input_embeddings().weight.float()
     assert (weight[:257] - was[:257]).abs().max() < 0.02 < was.std()  # three steps from the start
     assert weight[257:].std().item() == pytest.approx(was[:257].std().item(), rel=0.3)
-    assert grown.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert grown.generation_config.eos_token_id == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
     last = metrics(direct)[1][-1]
     assert last["step"] == 3 and "validation_bits_per_byte" not in last
 
@@ -832,7 +832,7 @@ def test_the_vocabulary_grows_under_any_number_of_ranks_and_resumes(flags, tmp_p
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
     """Only the tokens of a chat template get new embeddings."""
     save_start(tmp_path, Qwen2ForCausalLM(small_shape(vocab_size=250)))
-    tokenizer, known = fsdp2_sft.chat_tokenizer(str(tmp_path))
+    tokenizer, known = chat_tokenizer(str(tmp_path))
     config = fsdp2_sft.Config(model=str(tmp_path))
     line = refused(fsdp2_sft.build_model_config, config, tokenizer, known)
     assert "--tokenizer has 257 ids" in line and "only 250" in line
@@ -854,7 +854,7 @@ def test_a_model_with_its_own_template_is_not_changed(flags, conversations, tmp_
     config = json.loads((tmp_path / "run/hf/config.json").read_text())
     assert config["vocab_size"] == 270
 
-    tokenizer, known = fsdp2_sft.chat_tokenizer(str(start))
+    tokenizer, known = chat_tokenizer(str(start))
     assert known == len(tokenizer) == 261
     training, summed, targets = training_of(conversations, tokenizer), 0.0, 0
     documents, _ = documents_of(conversations, tokenizer).split()
