@@ -35,15 +35,11 @@ ROLES = {
 # write it in a form that `find_answers` does not prove.
 BEYOND_TEXT = """audio audios chat_template_kwargs function_call functions image images reasoning
     reasoning_content thinking thought tool_calls tools video videos""".split()
-NOTHING = r"([\[\]{}, ]|'\w*':?|None|null)*"  # as Parquet fills structs that a row does not have
-# What may say whether a row or a message is for training -> the values for which it is.
-FLAGS = dict.fromkeys(
-    "learnable loss loss_mask loss_weight train trainable training weight".split(),
-    "none true 1 1.0",
-)
-FLAGS |= {"masked": "none false 0 0.0"}
-COLUMNS = "messages conversations prompt completion answer system label".split()
-COLUMNS += [*BEYOND_TEXT, *FLAGS]  # what is read of a row
+NOTHING = r"([\[\]{}, ]|'\w+':|''|None|null)*"  # as Parquet fills structs that a row does not have
+# What may say whether a row or a message is for training.
+FLAGS = "learnable loss loss_mask loss_weight masked train trainable training weight".split()
+TEXTS = "messages conversations prompt completion answer system label"
+COLUMNS = [*TEXTS.split(), *BEYOND_TEXT, *FLAGS]  # what is read of a row
 
 
 def read_conversation(row: dict) -> tuple[Messages, int]:
@@ -71,7 +67,8 @@ def refuse_more_than_text(item: dict) -> None:
         if not re.fullmatch(NOTHING, str(item.get(name))):
             raise ValueError(f"hold more than text: {name}")
     for name in FLAGS:
-        if str(item.get(name)).lower() not in FLAGS[name].split():
+        trained = "none false 0 0.0" if name == "masked" else "none true 1 1.0"
+        if str(item.get(name)).lower() not in trained.split():
             raise ValueError(f"are not for training, or only in part: {name}")
     if str(item.get("label")) in ["False", "0"]:  # of KTO's data
         raise ValueError("have a label that says that the answer is bad")
@@ -82,13 +79,14 @@ def read_messages(value: Any, role: str) -> Messages:
 
     Without a role, a text is the JSON of messages.
     """
-    if isinstance(value, str) and role:
-        value = {"role": role, "content": value}
-    elif isinstance(value, str):
-        value = json.loads(value)
+    value = value or []
+    if isinstance(value, str):
+        value = {"role": role, "content": value} if role else json.loads(value)
     if isinstance(value, dict):
         value = [value]
-    messages = list(map(read_message, value or []))
+    if not isinstance(value, list):
+        raise ValueError("hold no messages")
+    messages = map(read_message, value)
     # An empty system prompt stands for none.
     return [m for m in messages if m["role"] != "system" or m["content"].strip()]
 

@@ -247,10 +247,10 @@ def chat_tokenizer(config: Config) -> common.Tokenizer:
         )
     with common.refusing(f"--tokenizer {name}: its chat template fails"):
         chat.tag_answers(tokenizer)
-        text, [[begin, end]] = chat.find_answers(tokenizer, chat.SAMPLE, 2)
+        text, _ = chat.find_answers(tokenizer, chat.SAMPLE, 0)
     # An answer ends with the first added token after its text that is not blank.
     added = tokenizer.added_tokens_decoder
-    _, _, rest = text[begin:end].rpartition("answer")
+    _, _, rest = text.rpartition("answer")
     endings = [i for i in encode(tokenizer, rest) if i in added and str(added[i]).strip()]
     tokenizer.turn_end = endings[0] if endings else None
     return tokenizer

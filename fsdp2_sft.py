@@ -198,7 +198,6 @@ def chat_tokenizer(config: Config) -> tuple[common.Tokenizer, int]:
     known_ids = 1 + max(tokenizer.get_vocab().values())  # some tokenizers skip ids
     tokenizer.split_special_tokens = False  # parse the template's tokens as tokens
     if config.chat_template == "collection" or not tokenizer.chat_template:
-        common.say("conversations get the chat template of this collection")
         tokenizer.chat_template = chat.TEMPLATE
         if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:  # it starts each text so
             tokenizer.chat_template = "{{- bos_token -}}" + chat.TEMPLATE
@@ -814,6 +813,8 @@ def main() -> None:
     # Tokenizing can take longer than a collective may wait, so do it before the ranks meet. The
     # first rank of a node does the work, and the others find it in the cache.
     tokenizer, known_ids = chat_tokenizer(config)
+    ours = str(tokenizer.chat_template).endswith(chat.TEMPLATE)
+    common.say(f"chat template: {'that of this collection' if ours else 'the model has its own'}")
     documents = common.load_documents(config, chat.COLUMNS, tokenize_conversation, tokenizer)
     # Split before truncating, so that the split does not depend on --max_length.
     training, validation = (

@@ -47,6 +47,7 @@ from torch.utils.flop_counter import (  # noqa: E402
 )
 from torch.utils.weak import WeakIdKeyDictionary  # noqa: E402
 
+import chat  # noqa: E402
 import common  # noqa: E402
 
 SCRIPTS = [*(f"{name}_pretrain" for name in shared.STRATEGIES + shared.INSIDE), "fsdp2_sft"]
@@ -416,7 +417,8 @@ def model_config_of(script: Any, config: Any, vocabulary: int) -> Any:
     """Return the script's architecture for a tokenizer with so many ids."""
 
     def tokenizer_with(ids: int) -> Any:
-        return SimpleNamespace(get_vocab=lambda: {"the last one": ids - 1}, eos_token_id=None)
+        vocabulary = {"the last one": ids - 1}
+        return SimpleNamespace(get_vocab=lambda: vocabulary, eos_token_id=None, turn_end=None)
 
     if not hasattr(script, "chat_tokenizer"):
         return script.build_model_config(config, tokenizer_with(vocabulary))

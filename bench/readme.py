@@ -96,10 +96,12 @@ def parts() -> dict[str, Callable[[], str]]:
 def lines_of(file: str, first: str, last: str) -> str:
     """Return lines of a script as a code block, without the indentation that they share.
 
-    The first is the first line below the header of Config (or of Strategy) that contains `first`.
+    The first is the first line below the header of a section that contains `first`.
     """
     lines = (ROOT / file).read_text().splitlines()
     section = "Strategy" if file.endswith("_pretrain.py") else "Config"
+    if file == "chat.py":
+        section = "Chat templates"
     start = next(i for i, line in enumerate(lines) if line.startswith(f"# --- {section}"))
     begin = next(i for i in range(start, len(lines)) if first in lines[i])
     end = next(i for i in range(begin, len(lines)) if last in lines[i])

@@ -578,7 +578,7 @@ def test_what_is_kept_of_a_token_is_what_the_page_says(monkeypatch):
     rng = np.random.default_rng(0)
     prompts = [rng.integers(0, 256, 6).astype(np.uint32) for _ in range(2)]
     with torch.no_grad():
-        script.sample(model, prompts, rng.random((6, 5)), eos_token_id=-1, device=CPU)
+        script.sample(model, prompts, rng.random((6, 5)), end_ids=[-1], device=CPU)
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in caches[0].layers)
     tokens = 6 * (6 + 4)  # what the last of five tokens would add is not computed
     assert kept == tokens * strategies.bytes_of_cached_token(shape)
@@ -1105,7 +1105,8 @@ def test_of_several_templates_the_default_is_used(tmp_path):
     plain = asking(ANSWERS["not marked"])
     several = {"default": plain, "tools": "{{- no -}}"}
     made = chat_tokenizer(save_template(tmp_path, several))
-    assert made.chat_template == plain
+    assert made.chat_template == several and made.get_chat_template() == plain
+    assert made.decode(split({"prompt": "p", "completion": None}, made)[0]).startswith("<|header|>")
 
 
 def test_a_template_that_does_not_ask_is_refused(tmp_path):
@@ -1117,7 +1118,7 @@ def test_a_template_that_does_not_ask_is_refused(tmp_path):
 
 
 def test_a_model_without_a_template_is_refused():
-    with pytest.raises(common.Refusal, match="bytes has no chat template: use fsdp2_sft.py first"):
+    with pytest.raises(common.Refusal, match="bytes has no chat template: fine-tune"):
         chat_tokenizer("bytes")
 
 
