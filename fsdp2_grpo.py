@@ -730,12 +730,12 @@ def sample(
     tokens = torch.full(draws.shape, -1, device=device)
     log_probs = torch.zeros(draws.shape, device=device)
     unfinished = torch.arange(len(draws), device=device)
-    endings = torch.tensor(end_ids, device=device)
     for t in range(draws.shape[1]):
         ids = draw_tokens(logits, draws[unfinished, t])
         tokens[unfinished, t] = ids[:, 0]
         log_probs[unfinished, t] = logits.log_softmax(-1).gather(1, ids)[:, 0]
-        kept = torch.isin(ids[:, 0], endings, invert=True).nonzero()[:, 0]
+        ended = torch.stack([ids[:, 0] == end for end in end_ids]).any(0)
+        kept = (~ended).nonzero()[:, 0]
         if len(kept) == 0 or t == draws.shape[1] - 1:
             break
         if len(kept) < len(unfinished):  # an answer that has ended costs nothing more

@@ -344,7 +344,10 @@ def by_document(query: Any, key: Any, value: Any, boundaries: Any, scale: Any) -
 def tokenizer_of(vocabulary: int) -> Any:
     """Return as much of a tokenizer as `build_model_config` reads."""
     return types.SimpleNamespace(
-        get_vocab=lambda: {"last": vocabulary - 1}, eos_token_id=256, pad_token_id=None
+        get_vocab=lambda: {"last": vocabulary - 1},
+        eos_token_id=256,
+        pad_token_id=None,
+        turn_end=256,
     )
 
 
@@ -384,7 +387,7 @@ def sample(script: Any, model: Any, config: Any, device: Any) -> None:
     try:
         with script.unsharded_parameters(model, config):
             SEEN.clear()
-            made = script.sample(model, prompts, draws, 256, device)
+            made = script.sample(model, prompts, draws, [256], device)
     finally:
         torch.Tensor.numpy = numpy  # type: ignore[method-assign]
     assert [len(tokens) for tokens, _ in made] == [16] * len(draws)

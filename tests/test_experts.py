@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import EXPERTS, RUN_FLAGS, SIZES, SMALL, launch, metrics, small_mixture
+from conftest import EXPERTS, ROOT, RUN_FLAGS, SIZES, SMALL, launch, metrics, small_mixture
 from safetensors.torch import load_file
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from transformers import (
@@ -192,16 +192,17 @@ def random_weights(name: str) -> torch.nn.Module:
 
 @pytest.mark.parametrize("name", ["minimax_m2", "mixtral", "qwen3_moe"])
 def test_the_command_for_such_files_converts_them_to_the_last_bit(monkeypatch, tmp_path, name):
-    """Neither bf16 experts nor fp32 routers lose anything. The error line holds the command."""
+    """Neither bf16 experts nor fp32 routers lose anything. docs/runs.md has the command."""
     hub, converted = tmp_path / "hub", tmp_path / "converted"
     model = random_weights(name)
     model.save_pretrained(hub)
     assert any(".experts.3." in key for key in load_file(hub / "model.safetensors"))
     monkeypatch.setattr(common, "gather", lambda value: [value])
-    with pytest.raises(common.Refusal, match="one by one") as refusal:
+    with pytest.raises(common.Refusal, match="docs/runs.md says .* one by one"):
         common.load_weights(build(str(hub)), str(hub))
-    [code] = re.findall(r'python -c "(.*)"$', str(refusal.value))
-    exec(code.replace("OUT", str(converted)))
+    [code] = re.findall(r"`(M.from_pretrained\(.*\))`", (ROOT / "docs/runs.md").read_text())
+    names = {"M": AutoModelForCausalLM, "DIR": str(hub), "OUT": str(converted)}
+    exec(code, names)
     weights = load_file(converted / "model.safetensors")
     for key, tensor in model.state_dict().items():
         if key in weights:  # a tied head is not
