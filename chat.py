@@ -79,14 +79,11 @@ def read_messages(value: Any, role: str) -> Messages:
 
     Without a role, a text is the JSON of messages.
     """
-    value = value or []
     if isinstance(value, str):
         value = {"role": role, "content": value} if role else json.loads(value)
-    if isinstance(value, dict):
+    if not isinstance(value, list | None):
         value = [value]
-    if not isinstance(value, list):
-        raise ValueError("hold no messages")
-    messages = map(read_message, value)
+    messages = map(read_message, value or [])
     # An empty system prompt stands for none.
     return [m for m in messages if m["role"] != "system" or m["content"].strip()]
 
@@ -132,6 +129,7 @@ def docstring_conversations(files: list[str]) -> Iterator[dict]:
 
 
 common.EMBEDDED["stdlib-docstrings"] = docstring_conversations
+common.SHARED += [__file__]
 
 # --- Chat templates -------------------------------------------------------------------------------
 

@@ -66,6 +66,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 Tokenizer = transformers.PreTrainedTokenizerFast
 transformers.logging.disable_progress_bar()  # of loading weights
+SHARED = [__file__]  # files whose copy a run keeps; chat.py adds itself
 IGNORED = -100  # label of a position that is not in the loss, as in torch's cross entropy
 
 
@@ -1290,7 +1291,7 @@ class Run:
         write_json(self.directory / "config.json", self.facts)
         self.metrics.truncate(metrics_bytes)
         shutil.rmtree(self.directory / "hf", ignore_errors=True)  # of fewer steps
-        for source in (sys.argv[0], __file__, Path(__file__).with_name("chat.py")):  # as they run
+        for source in (sys.argv[0], *SHARED):  # as they run now
             shutil.copy(source, self.directory)
         if self.config.wandb_project:
             with refusing("--wandb_project"):

@@ -905,9 +905,10 @@ def test_a_bad_reward_ends_the_run_in_one_line(reinforce, name):
 
 @pytest.mark.drill
 def test_a_bad_reward_of_one_rank_under_torchrun(flags, tmp_path):
-    """In a copy of the script beside common.py, as a user has it."""
+    """In a copy of the script beside the shared files, as a user has it."""
     path = with_reward(tmp_path / "copy", ON_RANK_1)
-    (path.parent / "common.py").write_text((ROOT / "common.py").read_text())
+    for name in ("common.py", "chat.py"):
+        (path.parent / name).write_text((ROOT / name).read_text())
     done = torchrun(2, str(path), *arguments(flags | RUN | {"run_dir": tmp_path / "run"}))
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and re.fullmatch(r"error: reward\(\) fails in .*on purpose", errors[0])

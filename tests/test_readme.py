@@ -126,7 +126,7 @@ def test_first_run(tmp_path):
         "source .venv/bin/activate",
         "pip install -r requirements.txt",
     ]
-    for name in (*ALL_SCRIPTS, "common.py"):
+    for name in (*ALL_SCRIPTS, "common.py", "chat.py"):
         shutil.copy(ROOT / name, tmp_path)
     cache = str(tmp_path / "cache")  # nothing is cached yet
     environment = os.environ | {"HF_HOME": cache, "HF_DATASETS_CACHE": cache}
