@@ -38,8 +38,8 @@ BEYOND_TEXT = """audio audios chat_template_kwargs function_call functions image
 NOTHING = r"([\[\]{}, ]|'\w+':|''|None|null)*"  # as Parquet fills structs that a row does not have
 # What may say whether a row or a message is for training.
 FLAGS = "learnable loss loss_mask loss_weight masked train trainable training weight".split()
-TEXTS = "messages conversations prompt completion answer system label"
-COLUMNS = [*TEXTS.split(), *BEYOND_TEXT, *FLAGS]  # what is read of a row
+COLUMNS = "messages conversations prompt completion answer system label".split()
+COLUMNS += BEYOND_TEXT + FLAGS  # what is read of a row
 
 
 def read_conversation(row: dict) -> tuple[Messages, int]:
@@ -96,9 +96,11 @@ def read_message(message: dict) -> dict[str, str]:
     name = str(message.get("role") or message.get("from"))
     roles = [role for role in ROLES if name.lower() in ROLES[role].split()]
     content = message.get("content", message.get("value"))
-    if isinstance(content, list):  # of parts
-        texts = [part.get("text") for part in content if isinstance(part, dict)]
-        content = "".join(texts) if len(texts) == len(content) and None not in texts else None
+    if isinstance(content, list):  # of parts, which may also be thoughts or images
+        parts = [part for part in content if isinstance(part, dict)]
+        texts = [part.get("text") for part in parts if "text" in str(part.get("type"))]
+        is_text = len(texts) == len(content) and None not in texts
+        content = "".join(map(str, texts)) if is_text else None
     if not roles or not isinstance(content, str):
         raise ValueError("hold messages of an unknown role, or without text")
     if roles == ["assistant"] and not content.strip():
@@ -224,24 +226,24 @@ def find_answers(
         raise ValueError("have parts that the chat template leaves out or mixes up")
     if start:
         spans = [span for span in spans if span[0] > found.find(marks[start - 1])]
-    ends = [len(unmark(found[:end])) for _, end in spans]
-    begins = [len(unmark(found[:begin])) for begin, _ in spans]
+    spans = [[len(unmark(found[:edge])) for edge in span] for span in spans]
     header = tokenizer.answer_header
-    if not all(text.startswith(header, begin) for begin in begins):
+    if not spans or not all(text.startswith(header, begin) for begin, _ in spans):
         raise ValueError("have an answer that does not begin like the generation prompt")
-    if header and text[ends[-1] :].strip() == tokenizer.eos_token:
-        ends[-1] = len(text)  # some templates end a text so, after their loop
-    return text, [(begin + len(header), end) for begin, end in zip(begins, ends)]
+    if header and text[spans[-1][1] :].strip() == tokenizer.eos_token:
+        spans[-1][1] = len(text)  # some templates end a text so, after their loop
+    return text, [(begin + len(header), end) for begin, end in spans]
 
 
 def refuse_special_tokens(tokenizer: common.Tokenizer, messages: Messages) -> None:
     """Raise ValueError if a text spells out a token of the tokenizer, which could forge a turn."""
     template = tokenizer.get_chat_template()
     for token in tokenizer.added_tokens_decoder.values():
+        text = str(token)
         for message in messages:
             if message["role"] == "assistant":
-                forges = token.special and str(token) not in INSIDE
+                forges = token.special and text not in INSIDE
             else:  # some tokenizers mark turns by added tokens that are not special
-                forges = token.special or str(token) in template
-            if forges and str(token).strip() and str(token) in message["content"]:
+                forges = token.special or text in template
+            if forges and text.strip() and text in message["content"]:
                 raise ValueError("spell out a special token")

@@ -279,6 +279,10 @@ LEFT_OUT = [
     ({"messages": [ONE[0], {"role": "function_call", "content": "b"}]}, "unknown role"),
     ({"messages": [ONE[0], {"content": "b"}]}, "unknown role"),
     ({"messages": [ONE[0], ONE[1] | {"content": " \n"}]}, "an empty answer"),
+    # A part that is a thought is not trained as an answer, and a row costs only itself.
+    ({"messages": [ONE[0], ONE[1] | {"content": [{"type": "thinking", "text": "b"}]}]}, "text"),
+    ({"messages": [ONE[0], ONE[1] | {"content": [{"type": "image", "text": None}]}]}, "text"),
+    ({"messages": [ONE[0], ONE[1] | {"content": ["b"]}]}, "text"),
     (
         {"messages": [ONE[0], ONE[1] | {"tool_calls": [{"name": "f"}]}]},
         "more than text: tool_calls",

@@ -481,7 +481,7 @@ LEFT_OUT = [
     ({"messages": [ONE[0] | {"content": [{"type": "text", "text": None}]}, ONE[1]]}, NO_TEXT),
     ({"messages": "a: b"}, "Expecting value"),
     ({"messages": [ONE[0], ONE[1] | {"content": "\n"}]}, "hold an empty answer"),
-    ({"prompt": "a", "completion": ""}, "hold no answer"),
+    ({"prompt": "a", "completion": ""}, "hold an empty answer"),
     ({"prompt": 4, "completion": "b"}, "hold no messages"),
     ({"messages": 4}, "hold no messages"),
     ({"messages": ["a", "b"]}, "hold no messages"),

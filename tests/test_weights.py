@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from conftest import small_shape
 from safetensors.torch import load_file, save_file
+from test_data import refused
 from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -25,15 +26,6 @@ def save_tokenizer(directory: Path, **settings) -> Path:
     settings = json.loads(file.read_text()) | settings
     file.write_text(json.dumps({key: settings[key] for key in settings if settings[key]}))
     return directory
-
-
-def refused(function, *arguments) -> str:
-    """Return the one line on stderr with which a call is refused."""
-    with pytest.raises(common.Refusal) as end:
-        function(*arguments)
-    line = str(end.value)
-    assert "\n" not in line
-    return line
 
 
 # --- Tokenizers -----------------------------------------------------------------------------------
