@@ -156,7 +156,6 @@ def test_a_start_says_what_begins(flags, complete, copied):
 def test_a_run_directory_keeps_the_code_as_it_ran(complete):
     for name in ("fsdp2_pretrain.py", "common.py"):
         assert (complete[0] / name).read_bytes() == (ROOT / name).read_bytes()
-    assert not (complete[0] / "chat.py").exists()  # that of fine-tuning and RL
     facts = json.loads((complete[0] / "config.json").read_text())
     given = fsdp2_pretrain.Config.__dataclass_fields__.keys()
     assert facts.keys() - given == {
