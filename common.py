@@ -40,7 +40,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn
 
 import datasets
 import filelock
@@ -52,7 +52,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 import xxhash
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
 from pydantic.dataclasses import dataclass
 from safetensors.torch import save_file
 from torch import nn
@@ -64,7 +64,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from transformers.convert_slow_tokenizer import TikTokenConverter
 
-Tokenizer = transformers.PreTrainedTokenizerFast
 transformers.logging.disable_progress_bar()  # of loading weights
 SHARED = [__file__]  # files whose copy a run keeps; chat.py adds itself
 IGNORED = -100  # label of a position that is not in the loss, as in torch's cross entropy
@@ -123,9 +122,7 @@ class Flags:
         False, "train a model type that was never compared with plain transformers, with a warning"
     )
     timeout_minutes: PositiveFloat = flag(10.0, "longest wait for another rank, in minutes")
-    trace_steps: Annotated[list[PositiveInt] | None, Field(min_length=2, max_length=2)] = flag(
-        None, "first and last step to profile"
-    )
+    trace_steps: list[PositiveInt] | None = flag(None, "first and last step to profile")
     wandb_project: str | None = flag(None, "also log to this Weights & Biases project")
 
     def __post_init__(self):
@@ -146,6 +143,11 @@ def check_global_batch(config: Any, dp_size: int):
 
 def parse_config(config_class: type) -> Any:
     """Parse the command line into the script's Config."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks != "1" and os.environ["WORLD_SIZE"] == "1":
+        refuse(
+            f"srun runs this {tasks} times, each on its own: let it start torchrun (docs/runs.md)"
+        )
     parser = transformers.HfArgumentParser(config_class, allow_abbrev=False)
     parser.error = refuse
     try:
@@ -227,10 +229,8 @@ def launch(main: Callable):
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that are not UTF-8
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the first step there is nothing to save
-    gc.freeze()  # garbage collections need not search what the imports have created
     try:
-        main()
-        return gc.unfreeze()  # or Triton (torch 2.15) reports at exit that its functions leak
+        return main()
     except (Exception, dcp.CheckpointException) as error:  # DCP's is not an Exception
         message, code, cause = traceback.format_exc(), 1, True
         if isinstance(error, Refusal):
@@ -274,6 +274,27 @@ def lock_if_possible(acquire: Callable, *arguments):
 
 
 # --- Tokenizers -----------------------------------------------------------------------------------
+
+
+class PreTrainedTokenizerFast(transformers.PreTrainedTokenizerFast):
+    """A tokenizer that AutoTokenizer returns unchanged, once it is saved.
+
+    transformers writes the name of the class, which its version 4 knows, too. For some model types
+    AutoTokenizer uses the type's class instead: for qwen2 one with its own pre-tokenizer and
+    normalizer. It does not if `auto_map` names code. That code runs only if somebody allows it.
+    """
+
+    _auto_map = {"AutoTokenizer": [None, "tokenization.Tokenizer"]}
+
+
+Tokenizer = PreTrainedTokenizerFast
+TOKENIZER_CODE = """\
+from transformers import PreTrainedTokenizerFast
+
+
+class Tokenizer(PreTrainedTokenizerFast):
+    pass
+"""  # of the file tokenization.py
 
 
 def fingerprint(*values: Any) -> str:
@@ -854,11 +875,16 @@ def freeze_unused(model: nn.Module):
     """Freeze parameters that no gradient reaches. DDP would wait for their gradients.
 
     These are the cross attention of decoders that are used without an encoder, and the indexers of
-    sparse attention.
+    sparse attention. Frozen biases, those of routers, become buffers of the same name: a buffer
+    stays fp32 and unsharded, where FSDP would round a parameter to bf16.
     """
-    for name, parameter in model.named_parameters():
-        if "encoder_attn" in name or "indexer" in name:
-            parameter.requires_grad_(False)
+    for path, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if "encoder_attn" in path or "indexer" in path:
+                parameter.requires_grad_(False)
+            elif name.endswith("bias") and not parameter.requires_grad:
+                delattr(module, name)
+                module.register_buffer(name, parameter.data)
 
 
 def fetch_weights(name: str) -> str:
@@ -906,28 +932,9 @@ def load_weights(model: nn.Module, directory: str, skip: tuple = ()):
     set_model_state_dict(model, state_dict)
 
 
-TOKENIZER_CODE = """\
-from transformers import PreTrainedTokenizerFast
-
-
-class Tokenizer(PreTrainedTokenizerFast):
-    pass
-"""
-
-
 def save_tokenizer(tokenizer: Tokenizer, directory: Path):
-    """Save a tokenizer beside a config.json, so that AutoTokenizer returns it unchanged.
-
-    For some model types AutoTokenizer uses the type's class instead of the one that
-    tokenizer_config.json names: for qwen2 a class with its own pre-tokenizer and normalizer. It
-    does not if `auto_map` names code. That code runs only if somebody allows it.
-    """
+    """Save a tokenizer beside a config.json, so that AutoTokenizer returns it unchanged."""
     tokenizer.save_pretrained(directory)
-    file = directory / "tokenizer_config.json"
-    settings = json.loads(file.read_text())
-    settings["tokenizer_class"] = "PreTrainedTokenizerFast"  # transformers 4 knows it, too
-    settings["auto_map"] = {"AutoTokenizer": [None, "tokenization.Tokenizer"]}
-    write_json(file, settings)
     (directory / "tokenization.py").write_text(TOKENIZER_CODE)
 
 
@@ -945,8 +952,10 @@ def export(checkpoint: Path, directory: Path, dtype: str = ""):
     with torch.device("meta"):
         model = transformers.AutoModelForCausalLM.from_config(model_config)
     model_config.architectures = [type(model).__name__]
+    rotation = getattr(model_config, "rope_parameters", None) or {}
+    if "rope_theta" in rotation:  # for transformers 4, which has silent defaults
+        vars(model_config).update(rotation, rope_scaling=rotation)
     model_config.save_pretrained(temporary)
-    model.generation_config.save_pretrained(temporary)
     # With the names of the model, not those of the hub's files, because `load_weights` needs these.
     tensors = model.state_dict()
     for head in model.all_tied_weights_keys:
@@ -971,16 +980,13 @@ PLAN = """max_length pad_to_multiple_of batching micro_batch_tokens global_batch
     init_from model_tokenizer_data""".split()
 
 
-def application_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict:
-    """Return what a checkpoint holds of model and optimizer.
+def application_state(model_state: dict, optimizer_state: dict) -> dict:
+    """Return what a checkpoint holds of the state dicts of model and optimizer.
 
     Tensors have the model's own parameter names and full shapes, whatever the strategy, so every
     script can load the checkpoints of every other one at any world size. The hyper-parameters are
     not in it, because those of a resumed run are its flags.
     """
-    # NOTE: optimizer.state_dict() is empty before the first step, so a load would have nothing
-    # to fill. `get_state_dict` creates the AdamW moments, by a step with a learning rate of 0.
-    model_state, optimizer_state = get_state_dict(model, optimizer)
     return {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
 
 
@@ -1006,15 +1012,11 @@ def read_checkpoint(checkpoint: Path, state_dict: dict):
 
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer):
     """Load model and optimizer; each rank reads what it holds."""
-    state_dict = application_state(model, optimizer)
-    read_checkpoint(checkpoint, state_dict)
-    _, optimizer_state = get_state_dict(model, optimizer)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state_dict["model"],
-        optim_state_dict=optimizer_state | state_dict["optimizer"],
-    )
+    # NOTE: optimizer.state_dict() is empty before the first step, so a load would have nothing
+    # to fill. `get_state_dict` creates the AdamW moments, by a step with a learning rate of 0.
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    read_checkpoint(checkpoint, application_state(model_state, optimizer_state))
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
 
 
 def gather(value: Any) -> list:
@@ -1079,7 +1081,7 @@ class Checkpoints:
             elif resume != "never":
                 self.last = Path(resume).absolute()
             new = self.last not in own[:1]
-            if new and run_dir.exists() and any(path.stat().st_size for path in run_dir.iterdir()):
+            if new and any(path.stat().st_size for path in run_dir.glob("*")):
                 before = json.loads((run_dir / "config.json").read_text())
                 lines = (run_dir / "metrics.jsonl").read_bytes().splitlines()
                 # A run that died before its first checkpoint may start again.
@@ -1107,7 +1109,7 @@ class Checkpoints:
         """
         # NOTE: first wait, then copy, because the pending write uses the copy's memory.
         self.wait()
-        state = application_state(model, optimizer)
+        state = application_state(*get_state_dict(model, optimizer))
         progress = progress | {"metrics_bytes": self.run.metrics.tell()}
         if self.run.config.async_checkpoint:
             state = self.stager.stage(state)  # training is about to change the original
@@ -1132,6 +1134,7 @@ class Checkpoints:
                 for leftover in self.directory.glob("step_*.tmp"):
                     shutil.rmtree(leftover)  # of a run that died while writing
                 run.model_config.save_pretrained(temporary / "hf")
+                run.generation_config.to_json_file(temporary / "hf/generation_config.json")
                 save_tokenizer(run.tokenizer, temporary / "hf")
                 write_json(temporary / "checkpoint.json", run.facts | progress)
             dist.barrier(self.group)
@@ -1186,10 +1189,10 @@ def step_flops(model: transformers.PreTrainedModel) -> Callable:
     in_blocks = model.num_parameters(exclude_embeddings=True)  # these are looked up
     if not config.tie_word_embeddings:
         in_blocks -= in_head
+    used = getattr(config, "num_experts_per_tok", None)  # by each token
     for name, parameter in model.named_parameters():
-        if ".experts." in name and parameter.ndim == 3:  # [experts, ...]: a token uses some
-            used = getattr(config, "num_experts_per_tok", len(parameter))
-            in_blocks -= parameter[0].numel() * (len(parameter) - used)
+        if used and ".experts." in name and parameter.ndim == 3:  # [experts, ...]
+            in_blocks -= parameter[used:].numel()
     try:
         heads = config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
@@ -1226,6 +1229,7 @@ class Run:
         config, index = self.config, self.documents.index
         self.directory = Path(config.run_dir).absolute()
         self.model_config = model.config
+        self.generation_config = model.generation_config
         if config.init_from:  # export in the same dtype
             stored = transformers.AutoConfig.from_pretrained(config.init_from)
             self.model_config.dtype = stored.dtype
@@ -1234,7 +1238,7 @@ class Run:
         self.flops = step_flops(model)
         self.metrics = open(os.devnull, "ab", buffering=0)  # rank 0 opens another file in `begin`
         architecture = model.config.to_diff_dict()
-        for changing in ("_name_or_path", "transformers_version", "dtype"):
+        for changing in ("transformers_version", "dtype"):
             architecture.pop(changing, None)
         self.facts = vars(config) | {
             "model_tokenizer_data": fingerprint(
@@ -1261,7 +1265,6 @@ class Run:
         """
         config, index = self.config, self.documents.index
         self.first_step = progress["step"]
-        self.printed = time.perf_counter()
         for group in dist.distributed_c10d._world.pg_map:  # those of a mesh have torch's default
             group.set_timeout(datetime.timedelta(minutes=config.timeout_minutes))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -1300,7 +1303,7 @@ class Run:
                 self.wandb = wandb.init(
                     project=self.config.wandb_project,
                     # One id for the life of the directory, so that a resumed run continues there.
-                    id=fingerprint(os.fstat(self.metrics.fileno()).st_ino, self.config.run_dir),
+                    id=fingerprint(self.directory.stat().st_ino, self.config.run_dir),
                     dir=self.directory,
                     config=self.facts,
                     resume="allow",
@@ -1311,11 +1314,11 @@ class Run:
 
     def trace(self, step: int):
         """Profile rank 0 from the first of --trace_steps to the last; `step` is done."""
-        first, last = self.config.trace_steps or (0, 0)
-        if self.rank == 0 and step + 1 == first:
+        steps = self.config.trace_steps or [0]
+        if self.rank == 0 and step + 1 == min(steps):
             self.profiler = torch.profiler.profile()
             self.profiler.start()
-        if self.profiler and step == last:
+        if self.profiler and step == max(steps):
             self.profiler.stop()
             self.profiler.export_chrome_trace(str(self.directory / "trace.json"))
 
@@ -1335,8 +1338,7 @@ class Run:
         slowest = torch.tensor([batch.data_seconds, self.stop_requested], dtype=torch.float64)
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         self.stopping = bool(slowest[1])
-        on_gpu = self.device.type == "cuda"
-        peak = peak_flops(torch.cuda.get_device_name(self.device)) if on_gpu else None
+        peak = self.device.type == "cuda" and peak_flops(torch.cuda.get_device_name(self.device))
         line = {
             "step": step,
             **measured,
@@ -1351,11 +1353,10 @@ class Run:
         self.log(line)
         self.trace(step)
         if step % 100 == 0:
-            gc.collect()
-        steps = self.config.steps
-        if step in (self.first_step + 1, steps) or now - self.printed > 10:
+            gc.collect(1)  # what is new: the imports' objects would take longer than a step
+        if step in (self.first_step + 1, self.config.steps) or now - self.printed > 10:
             say(
-                f"step {step}/{steps}  {aim} {measured[aim]:.4f}  "
+                f"step {step}/{self.config.steps}  {aim} {measured[aim]:.4f}  "
                 f"{line['tokens_per_second']:,.0f} tokens/s"
             )
             self.printed = now

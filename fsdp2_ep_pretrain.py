@@ -234,7 +234,6 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     backward, and reduce-scatters gradients after backward. Experts have a mesh of their own.
     """
     check_model(model, config)
-    frozen_to_buffers(model)
     blocks = transformer_blocks(model)
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
@@ -325,18 +324,6 @@ def check_model(model: nn.Module, config: Config) -> None:
                 f"--expert_parallel {config.expert_parallel} does not divide "
                 f"{experts.num_experts} experts"
             )
-
-
-def frozen_to_buffers(model: nn.Module) -> None:
-    """Turn parameters that are never trained (biases of routers) into buffers of the same name.
-
-    FSDP would shard them and round them to bf16. A buffer stays unsharded and fp32.
-    """
-    for module in nn.ModuleList(moe_layers(model)).modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if not parameter.requires_grad:
-                delattr(module, name)
-                module.register_buffer(name, parameter.data)
 
 
 def split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:

@@ -896,12 +896,17 @@ def build_model_config(config: Config, tokenizer: common.Tokenizer) -> PreTraine
 
 def end_tokens(config: Config, tokenizer: common.Tokenizer) -> list[int]:
     """Return the ids that end an answer: the end of a turn, and those of the base model."""
-    ends = {tokenizer.turn_end, tokenizer.eos_token_id}
+    listed = base_generation(config).eos_token_id
+    ends = set(listed if isinstance(listed, list) else [listed])
+    return sorted((ends | {tokenizer.turn_end, tokenizer.eos_token_id}) - {None})
+
+
+def base_generation(config: Config) -> GenerationConfig:
+    """Return how transformers samples from the base model. hf/ keeps that."""
     if config.model == config.tokenizer:  # so that the ids mean the same
         with contextlib.suppress(OSError):  # not every model has this file
-            listed = GenerationConfig.from_pretrained(config.model).eos_token_id
-            ends |= set(listed if isinstance(listed, list) else [listed])
-    return sorted(ends - {None})
+            return GenerationConfig.from_pretrained(config.model)
+    return GenerationConfig()
 
 
 def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
@@ -914,6 +919,8 @@ def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
             model_config, dtype=torch.float32, attn_implementation=attention
         )
     log_probs = torch.compile(chunk_log_probs) if config.compile else chunk_log_probs
+    model.generation_config = base_generation(config)
+    model.generation_config.eos_token_id = model_config.eos_token_id
     model.forward = partial(forward_with_log_probs, model, log_probs)
     return model.eval()  # no dropout: train the policy that sampled
 

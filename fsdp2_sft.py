@@ -508,12 +508,17 @@ def build_model_config(
 
 def end_tokens(config: Config, tokenizer: common.Tokenizer) -> list[int]:
     """Return the ids that end an answer: the end of a turn, and those of the base model."""
-    ends = {tokenizer.turn_end, tokenizer.eos_token_id}
+    listed = base_generation(config).eos_token_id
+    ends = set(listed if isinstance(listed, list) else [listed])
+    return sorted((ends | {tokenizer.turn_end, tokenizer.eos_token_id}) - {None})
+
+
+def base_generation(config: Config) -> GenerationConfig:
+    """Return how transformers samples from the base model. hf/ keeps that."""
     if config.model == config.tokenizer:  # so that the ids mean the same
         with contextlib.suppress(OSError):  # not every model has this file
-            listed = GenerationConfig.from_pretrained(config.model).eos_token_id
-            ends |= set(listed if isinstance(listed, list) else [listed])
-    return sorted(ends - {None})
+            return GenerationConfig.from_pretrained(config.model)
+    return GenerationConfig()
 
 
 def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
@@ -527,6 +532,8 @@ def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
         )
     common.freeze_unused(model)
     loss = torch.compile(chunk_loss) if config.compile else chunk_loss
+    model.generation_config = base_generation(config)
+    model.generation_config.eos_token_id = model_config.eos_token_id
     model.forward = partial(forward_with_loss, model, loss)
     return model
 

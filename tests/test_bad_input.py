@@ -72,8 +72,6 @@ FLAGS = [
     ({"seed": -1}, "--seed .*greater than or equal to 0"),
     ({"activation_checkpointing": 1.5}, "--activation_checkpointing .*pattern"),
     ({"activation_checkpointing": "half"}, "none.full.selective"),
-    ({"trace_steps": [1]}, "--trace_steps .*at least 2 items"),
-    ({"trace_steps": [1, 1, 1]}, "--trace_steps .*at most 2 items"),
     ({"dp_replicate": 3}, "--dp_replicate 3 does not divide"),
     ({"init_from": "no/where"}, "--init_from no/where has no .* here, and is not on the hub"),
     ({}, "--tensor_parallel 2 must divide 1 ranks", TP),
@@ -218,7 +216,10 @@ CASES = {
     "weights of other shapes": (START | {"model": "FOLDER/narrow"}, "[Ss]ize mismatch"),
     # directories
     "no checkpoint": ({"resume": "FOLDER"}, "is not a complete checkpoint"),
-    "run_dir is a file": ({"run_dir": "FOLDER/file"}, "error: --run_dir .*Not a directory"),
+    "run_dir is a file": (
+        {"run_dir": "FOLDER/file"},
+        "error: --run_dir .*File exists",
+    ),
     "run_dir under a file": ({"run_dir": "FOLDER/file/run"}, "Not a directory"),
     "read-only run_dir": ({"run_dir": "/proc/run"}, "--run_dir /proc/run cannot be written"),
     "long run_dir": ({"run_dir": "FOLDER/" + "x" * 256}, "--run_dir .*File name too long"),
@@ -295,6 +296,17 @@ def test_bad_input_is_one_line_and_exit_code_2(commands, name, monkeypatch, tmp_
     [line] = done.stderr.splitlines()
     assert line.startswith("error: ")
     assert re.search(CASES[name][1], line), line
+
+
+def test_ranks_that_srun_starts_without_torchrun_are_refused(monkeypatch):
+    """Each would train alone, as one of one."""
+    monkeypatch.setattr(sys, "argv", ["fsdp2_pretrain.py"])
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    with pytest.raises(common.Refusal, match="srun runs this 4 times.*let it start torchrun"):
+        common.parse_config(CONFIGS["fsdp2_pretrain"])
+    monkeypatch.setenv("WORLD_SIZE", "2")  # by one torchrun a task
+    assert common.parse_config(CONFIGS["fsdp2_pretrain"]).seed == 0
 
 
 # --- Types of models that nobody has compared -----------------------------------------------------

@@ -12,7 +12,7 @@ import pytest
 import torch
 from conftest import small_shape
 from test_data import refused
-from transformers import AutoTokenizer, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoTokenizer, Qwen2ForCausalLM
 
 import chat
 import common
@@ -288,7 +288,7 @@ LEFT_OUT = [
         "more than text: tool_calls",
     ),
     ({"messages": ONE, "images": [{"path": "x.png"}]}, "more than text: images"),
-    ({"messages": "no JSON"}, ""),
+    ({"messages": "no JSON"}, "Expecting value"),
     ({"messages": 4}, "hold no messages"),
     ({"prompt": 4, "completion": "b"}, "hold no messages"),
 ]
@@ -362,6 +362,22 @@ def test_all_end_tokens_of_the_base_model_end_an_answer(script, base):
     ends = script.build_model_config(config, tokenizer, *more).eos_token_id
     eot, eos = tokenizer.convert_tokens_to_ids(["<|eot_id|>", "</s>"])
     assert ends == sorted({256, 300, eot, eos})
+
+
+@pytest.mark.parametrize("script", [fsdp2_sft, fsdp2_grpo])
+def test_the_export_samples_like_the_base_model(script, base, tmp_path):
+    """Also settings that transformers would not save: a temperature without sampling."""
+    file = Path(base, "generation_config.json")
+    own = {"temperature": 0.6, "top_p": 0.8, "eos_token_id": 256}
+    file.write_text(json.dumps(own))
+    config = script.Config(model=base, init_from=base, tokenizer=base)
+    model = script.build_model(config, AutoConfig.from_pretrained(base, eos_token_id=[256, 300]))
+    model.generation_config.to_json_file(tmp_path / "written.json")
+    written = json.loads((tmp_path / "written.json").read_text())
+    assert written.items() >= (own | {"eos_token_id": [256, 300]}).items()
+    file.unlink()
+    model = script.build_model(config, AutoConfig.from_pretrained(base, eos_token_id=[256, 300]))
+    assert model.generation_config.eos_token_id == [256, 300]
 
 
 def test_an_answer_ends_with_any_of_the_end_tokens(monkeypatch, base):

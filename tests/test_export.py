@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -71,6 +72,19 @@ def test_the_command_exports_what_the_end_of_a_run_exports(checkpoint, tmp_path)
     assert {path.name for path in at_the_end.iterdir()} == set(os.listdir(tmp_path / "out"))
     for path in at_the_end.iterdir():
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name
+
+
+@pytest.mark.parametrize("scaling", [{}, {"rope_type": "linear", "factor": 4.0}])
+def test_older_readers_find_the_rotations(checkpoint, tmp_path, scaling):
+    """transformers 4 reads them under two names, and takes a default for what is not there."""
+    shutil.copytree(checkpoint, tmp_path / "copy")
+    config = tmp_path / "copy/hf/config.json"
+    rotation = {"rope_theta": 12345.0, "rope_type": "default"} | scaling
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_parameters": rotation}))
+    common.export(tmp_path / "copy", tmp_path / "out")
+    written = json.loads((tmp_path / "out/config.json").read_text())
+    assert written["rope_theta"] == 12345.0 and written["rope_scaling"] == rotation
+    assert AutoConfig.from_pretrained(tmp_path / "out").rope_parameters == rotation
 
 
 # Export with files of 32 MB, and print by how many MB that raises the peak of resident memory.

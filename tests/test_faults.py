@@ -31,6 +31,7 @@ from conftest import (
     tree,
 )
 from grid import share
+from transformers import GenerationConfig
 
 import common  # conftest has put it on the path
 import fsdp2_pretrain
@@ -91,10 +92,11 @@ def copied(whole, tmp_path) -> Path:
 
 
 def test_signals_in_every_phase_lose_nothing(flags, whole, tmp_path):
-    """During a step, a validation and a checkpoint, one after the other in one run."""
+    """Before the first step, then during a step, a validation and a checkpoint of the same run."""
     flags = flags | {"run_dir": tmp_path}
     phases = [
-        ({"call": "Run.log_step", "number": 3, "rank": 1, "do": "interrupt twice"}, 3),
+        ({"call": "Run.begin", "after": True, "rank": 1, "do": "terminate"}, 1),
+        ({"call": "Run.log_step", "number": 2, "rank": 1, "do": "interrupt twice"}, 3),
         ({"call": "Run.log_validation", "rank": 0, "do": "terminate"}, 5),  # of step 4
         ({"call": "sync_to_disk", "rank": 0, "do": "hang up"}, 7),  # of step 6
     ]
@@ -686,6 +688,7 @@ def make_checkpoints(alone, tmp_path) -> Callable:
                 world_size=1,
                 device=torch.device("cpu"),
                 model_config=small_shape(),
+                generation_config=GenerationConfig(),
                 tokenizer=common.load_tokenizer("bytes"),
             )
         )
@@ -694,6 +697,34 @@ def make_checkpoints(alone, tmp_path) -> Callable:
 
 
 STATE = {"model": {"weight": torch.ones(3)}, "optimizer": {"state": {"weight": torch.ones(3)}}}
+
+
+def test_adamw_counts_on_from_a_checkpoint(make_checkpoints, tmp_path):
+    """`get_state_dict` makes a fresh optimizer count a step that it has not done (pytorch#164929).
+
+    The first update would be 0.744 of its size. No script saves before its first step, and a load
+    replaces the count.
+    """
+    torch.manual_seed(0)
+    first = torch.nn.Linear(3, 1)
+    second = copy.deepcopy(first)
+    optimizers = [torch.optim.AdamW(model.parameters()) for model in (first, second)]
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(3)).backward()
+        optimizer.step()
+
+    for i in range(3):
+        step(first, optimizers[0])
+        if i == 0:
+            make_checkpoints().save(first, optimizers[0], {"step": 1})
+    common.load_checkpoint(tmp_path / "checkpoints/step_00000001", second, optimizers[1])
+    counts = [optimizers[1].state[parameter]["step"].item() for parameter in second.parameters()]
+    assert counts == [1.0, 1.0]
+    for _ in range(2):
+        step(second, optimizers[1])
+    torch.testing.assert_close(second.state_dict(), first.state_dict(), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("style", ["stateful", "separate"])

@@ -66,6 +66,30 @@ def test_no_fsdp2_script_casts_the_inputs_of_blocks(name, tmp_path):
         assert policy.param_dtype == torch.bfloat16 and not policy.cast_forward_inputs
 
 
+@pytest.mark.parametrize("name", ["afmoe", "ernie4_5_moe", "laguna"])
+def test_the_biases_of_routers_stay_fp32(name, tmp_path):
+    """In these types they are frozen parameters, which FSDP would round to bf16."""
+    model = plain_model(name)
+    expected = {
+        key: torch.randn_like(tensor, dtype=torch.float32)
+        for key, tensor in model.state_dict().items()
+        if key.endswith(("e_score_correction_bias", "expert_bias", "moe_statics.bias"))
+    }
+    assert expected
+    model.load_state_dict(expected, strict=False)
+    model.save_pretrained(tmp_path, save_original_format=False)
+    tokenizer = common.load_tokenizer("bytes")
+    for script in (fsdp1_pretrain, fsdp2_pretrain):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # FSDP1 says that one rank shards nothing
+            sharded = build(script, tmp_path, tokenizer, precision="bf16")
+            common.load_weights(sharded, str(tmp_path))
+            summed_loss(sharded, "bucketed")
+        found = {key.replace("_fsdp_wrapped_module.", ""): b for key, b in sharded.named_buffers()}
+        for key, bias in expected.items():
+            assert found[key].dtype == torch.float32 and torch.equal(found[key], bias), key
+
+
 # --- Weight decay ---------------------------------------------------------------------------------
 
 
