@@ -24,6 +24,7 @@ import datetime
 import fcntl
 import functools
 import gc
+import glob
 import inspect
 import itertools
 import json
@@ -263,16 +264,6 @@ def say(text: str):
         sys.stdout = open(os.devnull, "w")
 
 
-def lock_if_possible(acquire: Callable, *arguments):
-    """Acquire a lock, or go on without one where the file system has none (some NFS, Lustre)."""
-    try:
-        acquire(*arguments)
-    except (BlockingIOError, PermissionError):  # EAGAIN and EACCES: somebody else has it
-        raise
-    except OSError as error:
-        say(f"no file lock here ({error}): take care that no two runs write to one directory")
-
-
 # --- Tokenizers -----------------------------------------------------------------------------------
 
 
@@ -399,8 +390,10 @@ def open_dataset(name: str, configuration: str | None, split: str) -> datasets.D
     if not known_suffixes:
         return datasets.load_dataset(name, configuration, split=split)
     suffix = known_suffixes[-1]  # the last one counts: a.txt.jsonl.gz is JSON
+    size = sum(map(os.path.getsize, glob.glob(name, recursive=True)))
     corpus = datasets.load_dataset(
         READERS[suffix],
+        fingerprint(size),  # part of the cache key, which has names and times of files
         data_files=name,
         split=split,
         download_config=datasets.DownloadConfig(),  # downloads a file again that has changed
@@ -476,7 +469,8 @@ def load_documents(
         function: a module-level function as `tokenize_text`.
     """
     with refusing(
-        f"--dataset (hub id, .parquet, .jsonl, .json or .txt) {config.dataset} cannot be read"
+        f"--dataset (hub id, .parquet, .jsonl, .json, .txt or FOLDER/*.txt) {config.dataset} "
+        "cannot be read"
     ):
         corpus = open_dataset(config.dataset, config.dataset_config, config.dataset_split)
         present = [column for column in [JSON, *columns] if column in corpus.column_names]
@@ -496,16 +490,14 @@ def load_documents(
         )
         # The first rank of a node does the work, and the others wait and read the cache. This
         # happens before the ranks meet, because the time that a collective may take is limited.
-        lock = filelock.FileLock(Path(datasets.config.HF_DATASETS_CACHE, f"{key}.lock"))
-        lock_if_possible(lock.acquire)
-        documents = corpus.map(
-            tokenize,
-            remove_columns=present,
-            fn_kwargs={"columns": columns, "function": function, "tokenizer": tokenizer},
-            new_fingerprint=key,
-            num_proc=min(len(os.sched_getaffinity(0)), len(corpus) // 1000),
-        )
-        lock.release()
+        with filelock.FileLock(Path(datasets.config.HF_DATASETS_CACHE, f"{key}.lock")):
+            documents = corpus.map(
+                tokenize,
+                remove_columns=present,
+                fn_kwargs={"columns": columns, "function": function, "tokenizer": tokenizer},
+                new_fingerprint=key,
+                num_proc=min(len(os.sched_getaffinity(0)), len(corpus) // 1000),
+            )
     table = documents.remove_columns(["tokens", "in_loss"]).to_pandas()
     for reason, count in table.pop("left_out").value_counts().items():
         if reason:
@@ -1289,8 +1281,13 @@ class Run:
         """Lock the directory, and write to it all that is known before the first step."""
         self.directory.mkdir(parents=True, exist_ok=True)
         self.metrics = open(self.directory / "metrics.jsonl", "ab", buffering=0)
-        # This lock ends with the process, however it dies. Forks do not inherit it.
-        lock_if_possible(fcntl.lockf, self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            # This lock ends with the process, however it dies. Forks do not inherit it.
+            fcntl.lockf(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # EAGAIN and EACCES: somebody else has it
+            raise
+        except OSError as error:  # some NFS and Lustre
+            say(f"no file lock here ({error}): take care that no two runs write to one directory")
         write_json(self.directory / "config.json", self.facts)
         self.metrics.truncate(metrics_bytes)
         shutil.rmtree(self.directory / "hf", ignore_errors=True)  # of fewer steps
@@ -1378,7 +1375,7 @@ class Run:
 
     def finish(self, step: int, checkpoint: Path, prompt: np.ndarray, next_command: str):
         """End the run: rank 0 writes hf/, shows a sample of the model, and says what is next."""
-        run_dir, hf = self.config.run_dir, self.directory / "hf"
+        hf = self.directory / "hf"
         if step < self.config.steps:
             return say(
                 f"stopped after step {step}, saved in {checkpoint}; "
@@ -1386,7 +1383,7 @@ class Run:
             )
         if self.rank:
             return
-        with refusing(f"cannot write {run_dir}/hf ({checkpoint} is complete)"):
+        with refusing(f"cannot write {hf} ({checkpoint} is complete)"):
             export(checkpoint, hf)
         if self.facts["parameters"] < 2e9:  # larger ones would keep the GPUs waiting for minutes
             try:
@@ -1401,8 +1398,11 @@ class Run:
                 say(f"--- the model continues a held-out text:\n{sample['generated_text']}\n---")
             except Exception as error:  # the run has succeeded: all its outputs are there
                 say(f"no sample of the model: {error}")
-        say(f"files: {run_dir}/metrics.jsonl, and {run_dir}/hf for transformers")
-        say(f"next:  {next_command.format(run_dir=run_dir)}")
+        run_dir = self.config.run_dir
+        say(
+            f"files: {run_dir}/metrics.jsonl, and {run_dir}/hf for transformers\n"
+            f"next:  {next_command.format(run_dir=run_dir)}"
+        )
 
 
 def refuse_non_finite(step: int, loss: float, grad_norm: float):

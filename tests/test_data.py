@@ -275,7 +275,7 @@ def test_local_files(tmp_path, texts, form):
         ("broken.jsonl.gz", b"no gzip", "[Nn]ot a gzip"),
         ("column.json", b'{"content": "a"}\n', r"has no column text: \['content'\]"),
         ("mixed.json", b'[{"text": "a"}, {"text": ["b"]}]', "cannot be read"),
-        ("table.csv", b"text\n007\n", "hub id, .parquet, .jsonl, .json or .txt"),
+        ("table.csv", b"text\n007\n", "hub id, .parquet, .jsonl, .json, .txt"),
         ("missing.jsonl", None, "missing.jsonl"),
         ("none*.jsonl", None, r"none\*.jsonl"),
         ("a folder of nothing", None, "a folder of nothing"),

@@ -1,7 +1,9 @@
 """What a file says is what trains: no reader guesses types, and one bad row costs one row."""
 
 import json
+import os
 
+import datasets
 import pytest
 from conftest import data_config
 
@@ -55,6 +57,25 @@ def test_mixed_types_in_json_are_refused(tmp_path, value):
     file.write_text(json.dumps([{"text": "42"}, {"text": value}]))
     with pytest.raises(common.Refusal, match="cannot be read"):
         rows_of(file, ["text"])
+
+
+def test_another_file_with_the_name_and_time_of_the_first_is_read(tmp_path):
+    """As a copy that keeps times puts it there. datasets looks at names and times only."""
+    file = tmp_path / "copied.jsonl"
+    for text in ("first", "the second one"):
+        file.write_text(json.dumps({"text": text}))
+        os.utime(file, (1_700_000_000, 1_700_000_000))
+        assert rows_of(file, ["text"]) == [{"text": text}]
+
+
+def test_a_folder_with_the_name_of_a_file_is_refused_with_what_to_do(tmp_path):
+    """Spark writes such folders."""
+    folder = tmp_path / "out.parquet"
+    folder.mkdir()
+    datasets.Dataset.from_list([{"text": "a"}]).to_parquet(folder / "part-0.parquet")
+    with pytest.raises(common.Refusal, match="FOLDER/\\*.txt.* cannot be read"):
+        rows_of(folder, ["text"])
+    assert rows_of(folder / "*.parquet", ["text"]) == [{"text": "a"}]
 
 
 def test_another_column_of_the_same_file_is_tokenized_again(tmp_path):

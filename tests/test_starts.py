@@ -185,26 +185,6 @@ def test_file_locks_that_a_file_system_lacks(number, tmp_path, monkeypatch, caps
     assert ("no file lock here" in capsys.readouterr().out) == lacks
 
 
-@pytest.mark.parametrize("number", NO_LOCKS, ids=os.strerror)
-def test_data_is_prepared_where_a_file_system_lacks_locks(number, tmp_path, monkeypatch, capsys):
-    flock, asked = fcntl.flock, []
-
-    def ours_fails(descriptor, operation):
-        path = os.readlink(f"/proc/self/fd/{descriptor}")
-        if re.search(r"/[0-9a-f]{32}\.lock$", path):  # not those of datasets
-            asked.append(path)
-            raise OSError(number, os.strerror(number))
-        return flock(descriptor, operation)
-
-    monkeypatch.setattr(fcntl, "flock", ours_fails)
-    path = tmp_path / f"{number}.jsonl"
-    path.write_text('{"text": "one"}\n{"text": "two"}\n')
-    with pytest.warns(UserWarning) if number == errno.ENOSYS else contextlib.nullcontext():
-        assert len(load_documents(str(path)).lengths) == 2
-    said = capsys.readouterr().out
-    assert asked and ("no file lock here" in said or number == errno.ENOSYS)
-
-
 # --- Invariants and learning rates ----------------------------------------------------------------
 
 
