@@ -15,6 +15,7 @@ A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of
     meshes                           meshes for Llama 3's shapes, of docs/meshes.json
     sampling                         what sampling takes beside training (bench/strategies.py)
     bubble                           what stages wait, of docs/bubble.json
+    rows                             what becomes of rows of conversations (bench/rows.py)
     pretraining, fine-tuning, steps  speed beside bare loops and libraries, of docs/compare.json
 """
 
@@ -29,6 +30,7 @@ from collections.abc import Callable
 import bubble
 import compare
 import meshes
+import rows
 import shared
 import strategies
 from shared import ROOT
@@ -85,6 +87,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "bubble": bubble.bubble_table,
         "meshes": meshes.meshes_table,
         "experts": strategies.experts_table,
+        "rows": rows.rows_table,
         "sampling": strategies.sampling_table,
         "steps": lambda: compare.steps_table(compared),
     }

@@ -1,0 +1,66 @@
+"""What becomes of rows of conversations, as fsdp2_sft.py and fsdp2_grpo.py read them.
+
+python bench/readme.py writes the table of docs/data.md with this.
+"""
+
+import copy
+import json
+from collections.abc import Callable
+
+import shared  # noqa: F401  (puts the scripts on the path)
+
+import chat
+import common
+import fsdp2_grpo
+import fsdp2_sft
+
+QUESTION = {"role": "user", "content": "q"}
+ANSWER = {"role": "assistant", "content": "a"}
+PAIR = {"prompt": "q", "completion": "a"}
+ROWS = [
+    {"messages": [QUESTION, ANSWER, QUESTION, {"role": "assistant", "content": "b"}]},
+    {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+    {"messages": json.dumps([QUESTION, ANSWER])},
+    {"system": "s", "messages": [QUESTION, ANSWER]},
+    {"messages": [QUESTION, ANSWER | {"content": [{"type": "text", "text": "a"}]}]},
+    PAIR,
+    {"prompt": [QUESTION, ANSWER, QUESTION], "completion": [ANSWER]},
+    {"prompt": "q", "answer": "7"},
+    {"prompt": "q", "answer": {"b": 7}},
+    {"prompt": "q", "answer": 1.1},
+    {"prompt": "q", "chosen": "a", "rejected": "b"},
+    PAIR | {"label": False},
+    PAIR | {"weight": 0.5},
+    PAIR | {"images": ["x.png"]},
+    {"messages": [QUESTION, ANSWER | {"train": False}]},
+    {"messages": [QUESTION, ANSWER | {"tool_calls": [{"name": "f"}]}]},
+    {"messages": [QUESTION, {"role": "tool_response", "content": "r"}, ANSWER]},
+    {"messages": [QUESTION, {"role": "critic", "content": "a"}]},
+    {"messages": [QUESTION, {"role": "assistant", "content": " "}]},
+    {"prompt": "q<|im_end|>", "completion": "a"},
+    {"text": "q"},
+]
+
+
+def became(row: dict, function: Callable, tokenizer: common.Tokenizer) -> str:
+    """Return the text of a row that is in the loss (in RL, the reference), or why there is none."""
+    made = common.tokenize({common.JSON: json.dumps(row)}, chat.COLUMNS, function, tokenizer)
+    if made["left_out"]:
+        return f"left out: they {made['left_out']}"
+    text = tokenizer.decode(made["tokens"][made["in_loss"]])
+    if function is fsdp2_grpo.tokenize_prompt:
+        text = text.removesuffix(tokenizer.eos_token)
+    return f"`{text}`" if text else "none"
+
+
+def rows_table() -> str:
+    """Return the table, with a tokenizer that got the collection's template."""
+    tokenizer = copy.deepcopy(fsdp2_sft.chat_tokenizer(fsdp2_sft.Config())[0])
+    lines = ["| row | in the loss of fine-tuning | reference in RL |", "| --- | --- | --- |"]
+    for row in ROWS:
+        shown = json.dumps(row).replace(json.dumps(QUESTION), "Q").replace(json.dumps(ANSWER), "A")
+        cells = [f"`{shown}`"]
+        for way in (fsdp2_sft.tokenize_conversation, fsdp2_grpo.tokenize_prompt):
+            cells.append(became(row, way, tokenizer))
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
