@@ -1,13 +1,15 @@
-"""What becomes of rows of conversations, as fsdp2_sft.py and fsdp2_grpo.py read them.
+"""Print what becomes of rows of conversations, as fsdp2_sft.py and fsdp2_grpo.py read them.
 
-python bench/readme.py writes the table of docs/data.md with this.
+    python bench/rows.py
+
+It is the table of docs/data.md.
 """
 
 import copy
 import json
 from collections.abc import Callable
 
-import shared  # noqa: F401  (puts the scripts on the path)
+import shared
 
 import chat
 import common
@@ -64,3 +66,12 @@ def rows_table() -> str:
             cells.append(became(row, way, tokenizer))
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
+
+
+def main() -> None:
+    shared.read(__doc__)
+    print(rows_table())
+
+
+if __name__ == "__main__":
+    main()
