@@ -451,8 +451,8 @@ def tokenize(row: dict, columns: list, function: Callable, tokenizer: Tokenizer)
     return {
         "tokens": np.asarray(tokens, np.uint32),
         "in_loss": np.asarray(in_loss, bool),
-        "lengths": max(0, len(tokens) - 1),  # predictions
-        "num_targets": int(np.sum(in_loss[1:])),
+        "lengths": len(tokens[1:]),  # predictions
+        "num_targets": np.count_nonzero(in_loss[1:]),
         "num_bytes": num_bytes,
         "group": int(fingerprint(group)[:15], 16),  # 60 bits
         "left_out": left_out,
@@ -503,7 +503,6 @@ def load_documents(
         if reason:
             say(f"{count:,} documents are left out, because they {reason}")
     index = table.assign(document=table.index, start=0).to_records(index=False)
-    documents = documents.with_format("numpy", columns=["tokens", "in_loss"])
     return Sequences(documents, index[index.num_targets > 0])
 
 
@@ -528,9 +527,12 @@ class Sequences:
     def read(self, i: int) -> tuple:
         """Return tokens (int64) and loss mask (bool) of sequence i, [length + 1]."""
         found = self.index[i]
-        part = slice(found.start, found.start + found.lengths + 1)
-        document = self.documents[int(found.document)]
-        return document["tokens"][part], document["in_loss"][part]
+        part = slice(found["start"], found["start"] + found["lengths"] + 1)
+        # A view of this part alone. NOTE: `self.documents[...]` would copy the whole document, and
+        # without the 1, or as `data["tokens"][...]`, the time would grow with the corpus.
+        row = self.documents.data.fast_slice(int(found["document"]), 1)
+        tokens = np.asarray(row["tokens"][0].values[part], np.int64)
+        return tokens, np.asarray(row["in_loss"][0].values[part])
 
     def split(self, validation_tokens: float = math.inf) -> tuple:
         """Return the documents for training and for validation.
@@ -693,16 +695,19 @@ class Batches:
         """
         height, width = self.shape(indices)
         packed = self.config.batching == "packed"
-        inputs = np.full((height, width), self.padding_id)
-        labels = np.full((height, width), IGNORED)
-        ends = [0]  # of the sequences, in the flattened arrays
+        inputs = np.full(height * width, self.padding_id)
+        labels = np.full(height * width, IGNORED)
+        ends = [0]  # of the sequences
         for i, index in enumerate(indices.tolist()):
             tokens, in_loss = self.sequences.read(index)
             begin = ends[-1] if packed else i * width
             ends.append(begin + len(tokens) - 1)
-            inputs.flat[begin : ends[-1]] = tokens[:-1]
-            labels.flat[begin : ends[-1]] = np.where(in_loss, tokens, IGNORED)[1:]
-        micro_batch = {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+            inputs[begin : ends[-1]] = tokens[:-1]
+            labels[begin : ends[-1]] = np.where(in_loss, tokens, IGNORED)[1:]
+        micro_batch = {
+            "input_ids": torch.from_numpy(inputs).view(height, width),
+            "labels": torch.from_numpy(labels).view(height, width),
+        }
         if packed:
             longest = self.config.max_length
             # The padding forms documents of its own. Empty ones round the number of documents up
@@ -1280,7 +1285,7 @@ class Run:
     def open_files(self, metrics_bytes: int):
         """Lock the directory, and write to it all that is known before the first step."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.metrics = open(self.directory / "metrics.jsonl", "ab", buffering=0)
+        self.metrics = open(f"{self.directory}/metrics.jsonl", "ab", buffering=0)
         try:
             # This lock ends with the process, however it dies. Forks do not inherit it.
             fcntl.lockf(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -1290,7 +1295,7 @@ class Run:
             say(f"no file lock here ({error}): take care that no two runs write to one directory")
         write_json(self.directory / "config.json", self.facts)
         self.metrics.truncate(metrics_bytes)
-        shutil.rmtree(self.directory / "hf", ignore_errors=True)  # of fewer steps
+        shutil.rmtree(f"{self.directory}/hf", ignore_errors=True)  # of fewer steps
         for source in (sys.argv[0], *SHARED):  # as they run now
             shutil.copy(source, self.directory)
         if self.config.wandb_project:
@@ -1317,7 +1322,7 @@ class Run:
             self.profiler.start()
         if self.profiler and step == max(steps):
             self.profiler.stop()
-            self.profiler.export_chrome_trace(str(self.directory / "trace.json"))
+            self.profiler.export_chrome_trace(f"{self.directory}/trace.json")
 
     def log(self, line: dict):
         """Write a line of metrics.jsonl, and log it to Weights & Biases."""
@@ -1332,7 +1337,7 @@ class Run:
         """
         now = time.perf_counter()
         seconds = now - batch.started
-        slowest = torch.tensor([batch.data_seconds, self.stop_requested], dtype=torch.float64)
+        slowest = torch.tensor([batch.data_seconds, self.stop_requested])
         dist.all_reduce(slowest, dist.ReduceOp.MAX)
         self.stopping = bool(slowest[1])
         peak = self.device.type == "cuda" and peak_flops(torch.cuda.get_device_name(self.device))

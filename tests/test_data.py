@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import HANGS, ROOT, data_config, make_batches
+from datasets.arrow_writer import ArrowWriter
 from transformers import (
     AttentionInterface,
     AutoTokenizer,
@@ -829,3 +830,27 @@ def test_variable_length_kernels_equal_attention_one_by_one():
     got, _ = fsdp2_pretrain.document_attention(None, q, k, v, None, 0.125, limits, 512)
     expected = fsdp2_pretrain.attend_one_by_one(q, k, v, limits, 0.125)
     torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_pieces_are_read_from_any_record_batch(tmp_path):
+    """A corpus of a terabyte has thousands; `read` finds a piece by the number of its document."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, 9, 3000)
+    documents = [rng.integers(0, 300, length).astype(np.uint32) for length in lengths]
+    with ArrowWriter(path=str(tmp_path / "many.arrow"), writer_batch_size=1) as writer:
+        for tokens in documents:
+            writer.write({"tokens": tokens, "in_loss": tokens % 2 == 0})
+        writer.finalize()
+    stored = datasets.Dataset.from_file(str(tmp_path / "many.arrow"))
+    assert stored.data["tokens"].num_chunks == 3000
+    index = np.rec.fromarrays(
+        [np.arange(3000), np.zeros(3000, int), lengths - 1, lengths - 1],
+        names="document,start,lengths,num_targets",
+    )
+    pieces = common.Sequences(stored, index).sequences(3)
+    for i in rng.permutation(len(pieces.lengths))[:500]:
+        tokens, in_loss = pieces.read(i)
+        found = pieces.index[i]
+        expected = documents[found.document][found.start : found.start + 4]
+        assert tokens.dtype == np.int64 and tokens.tolist() == expected.tolist()
+        assert in_loss.dtype == bool and in_loss.tolist() == (expected % 2 == 0).tolist()
