@@ -73,7 +73,7 @@ from transformers import (
     GenerationConfig,
     PreTrainedConfig,
 )
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import chat
 import common
@@ -691,6 +691,30 @@ def divergence(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch.
 # --- Sampling -------------------------------------------------------------------------------------
 
 
+class AnswerLayer(DynamicLayer):
+    """Keys and values of a layer, [sequences, heads, tokens, head size], with room for answers.
+
+    A DynamicLayer copies all of them for each token, which is half of the time of sampling.
+    """
+
+    room = 0  # for tokens after the prompt
+    length = 0  # of what is in memory
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple:
+        """Store the keys and values of the next tokens; returns all until then, without copies."""
+        begin, end = self.length, self.length + keys.shape[2]
+        if begin == 0:
+            memory = (nn.functional.pad(states, (0, 0, 0, self.room)) for states in (keys, values))
+            self.keys, self.values = memory
+        self.keys[:, :, begin:end] = keys
+        self.values[:, :, begin:end] = values
+        self.length = end
+        return self.keys[:, :, :end], self.values[:, :, :end]
+
+
 def sample(
     model: nn.Module,
     prompts: list[np.ndarray],
@@ -713,30 +737,35 @@ def sample(
         The tokens (uint32) and their log-probabilities (float32) of each answer.
     """
     # All answers grow in the same column, so pad the prompts on the left.
-    pad = partial(nn.utils.rnn.pad_sequence, batch_first=True, padding_side="left")
-    rows = [torch.from_numpy(prompt.astype(np.int64)) for prompt in prompts]
-    ids = pad(rows).to(device)
-    mask = pad([torch.ones_like(row, dtype=torch.bool) for row in rows]).to(device)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    ids = nn.utils.rnn.pad_sequence(
+        [torch.from_numpy(prompt).long() for prompt in prompts],
+        batch_first=True,
+        padding_value=-1,
+        padding_side="left",
+    ).to(device)
+    mask = ids >= 0
+    ids = ids.clamp(min=0)
     cache = DynamicCache()
-    logits = model(input_ids=ids, position_ids=positions, attention_mask=mask, cache=cache)
-    # A prompt is read once for all answers to it.
-    group = len(draws) // len(prompts)
-    cache.batch_repeat_interleave(group)
-    logits = logits.repeat_interleave(group, dim=0)
-    mask = mask.repeat_interleave(group, dim=0)
-
+    cache.layer_class_to_replicate = AnswerLayer
+    num_answers, longest = draws.shape
+    AnswerLayer.room = longest
     draws = torch.from_numpy(draws).to(device)
     tokens = torch.full(draws.shape, -1, device=device)
     log_probs = torch.zeros(draws.shape, device=device)
-    unfinished = torch.arange(len(draws), device=device)
-    for t in range(draws.shape[1]):
+    unfinished = torch.arange(num_answers, device=device)
+    for t in range(longest):
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        logits = model(input_ids=ids, position_ids=positions, attention_mask=mask, cache=cache)
+        if t == 0:  # a prompt is read once for all answers to it
+            group = num_answers // len(prompts)
+            cache.batch_repeat_interleave(group)
+            logits = logits.repeat_interleave(group, 0)
+            mask = mask.repeat_interleave(group, 0)
         ids = draw_tokens(logits, draws[unfinished, t])
         tokens[unfinished, t] = ids[:, 0]
         log_probs[unfinished, t] = logits.log_softmax(-1).gather(1, ids)[:, 0]
-        ended = torch.stack([ids[:, 0] == end for end in end_ids]).any(0)
-        kept = (~ended).nonzero()[:, 0]
-        if len(kept) == 0 or t == draws.shape[1] - 1:
+        kept = torch.stack([ids[:, 0] != end for end in end_ids]).all(0).nonzero()[:, 0]
+        if len(kept) == 0:
             break
         if len(kept) < len(unfinished):  # an answer that has ended costs nothing more
             unfinished = unfinished[kept]
@@ -744,13 +773,9 @@ def sample(
             mask = mask[kept]
             cache.batch_select_indices(kept)
         mask = nn.functional.pad(mask, (0, 1), value=True)
-        positions = mask.sum(1, keepdim=True) - 1
-        logits = model(input_ids=ids, position_ids=positions, attention_mask=mask, cache=cache)
-    tokens = tokens.cpu().numpy()
-    log_probs = log_probs.cpu().numpy()
     return [
         (ids[ids >= 0].astype(np.uint32), of_ids[ids >= 0])
-        for ids, of_ids in zip(tokens, log_probs)
+        for ids, of_ids in zip(tokens.cpu().numpy(), log_probs.cpu().numpy())
     ]
 
 
@@ -784,12 +809,11 @@ def sample_groups(
         generator = np.random.default_rng([config.seed, step, 1 + index])
         draws.append(generator.random((num_answers, config.answer_length)))
     end_ids = run.model_config.eos_token_id
-    sampled = sample(model, prompts, np.concatenate(draws), end_ids, run.device)
-    groups = []
-    for i, (prompt, reference) in enumerate(zip(prompts, references)):
-        of_prompt = sampled[i * num_answers : (i + 1) * num_answers]
-        groups.append([Answer(prompt, reference, *answer) for answer in of_prompt])
-    return groups
+    sampled = iter(sample(model, prompts, np.concatenate(draws), end_ids, run.device))
+    return [
+        [Answer(prompt, reference, *next(sampled)) for _ in range(num_answers)]
+        for prompt, reference in zip(prompts, references)
+    ]
 
 
 def judge(run: common.Run, answer: Answer) -> Answer:
@@ -848,7 +872,7 @@ def roll_out(
     groups = answer_prompts(model, documents, chosen, config.answers, step, run)
     rewards = np.array([[answer.reward for answer in group] for group in groups])
     advantages = (rewards - rewards.mean(1, keepdims=True)).flatten().astype(np.float32)
-    answers = [answer for group in groups for answer in group]
+    answers = sum(groups, [])
 
     rank, size = dp_rank_and_size(config)
     padding_id, end_ids = run.tokenizer.eos_token_id, run.model_config.eos_token_id
@@ -865,7 +889,7 @@ def roll_out(
     return batch, {
         "reward": rewards.mean(),
         # The fraction of prompts whose answers differ in reward. Only these have a gradient.
-        "mixed": (rewards.max(1) > rewards.min(1)).mean(),
+        "mixed": (np.ptp(rewards, 1) > 0).mean(),
         "answer_length": batch.num_targets / len(answers),
         "truncated": np.mean([answer.tokens[-1] not in end_ids for answer in answers]),
         "sample_seconds": time.perf_counter() - started,
