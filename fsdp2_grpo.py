@@ -692,23 +692,26 @@ def divergence(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch.
 
 
 class AnswerLayer(DynamicLayer):
-    """Keys and values of a layer, [sequences, heads, tokens, head size], with room for answers.
+    """Keys and values of a layer, [sequences, heads, tokens, head size], with room for more tokens.
 
     A DynamicLayer copies all of them for each token, which is half of the time of sampling.
     """
 
-    room = 0  # for tokens after the prompt
-    length = 0  # of what is in memory
+    length = 0  # tokens in memory
 
     def get_seq_length(self) -> int:
         return self.length
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple:
-        """Store the keys and values of the next tokens; returns all until then, without copies."""
-        begin, end = self.length, self.length + keys.shape[2]
+        """Store keys and values of the next tokens; returns those of all tokens until then."""
+        begin = self.length
+        end = begin + keys.shape[2]
         if begin == 0:
-            memory = (nn.functional.pad(states, (0, 0, 0, self.room)) for states in (keys, values))
-            self.keys, self.values = memory
+            self.keys, self.values = keys, values
+        elif end > self.keys.shape[2]:
+            self.keys, self.values = (
+                nn.functional.pad(states, (0, 0, 0, 64)) for states in (self.keys, self.values)
+            )
         self.keys[:, :, begin:end] = keys
         self.values[:, :, begin:end] = values
         self.length = end
@@ -744,17 +747,16 @@ def sample(
         padding_side="left",
     ).to(device)
     mask = ids >= 0
-    ids = ids.clamp(min=0)
+    ids = ids.clamp(0)
     cache = DynamicCache()
     cache.layer_class_to_replicate = AnswerLayer
     num_answers, longest = draws.shape
-    AnswerLayer.room = longest
     draws = torch.from_numpy(draws).to(device)
     tokens = torch.full(draws.shape, -1, device=device)
     log_probs = torch.zeros(draws.shape, device=device)
     unfinished = torch.arange(num_answers, device=device)
     for t in range(longest):
-        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -ids.shape[1] :]
+        positions = (mask.cumsum(1) - 1).clamp(0)[:, -ids.shape[1] :]
         logits = model(input_ids=ids, position_ids=positions, attention_mask=mask, cache=cache)
         if t == 0:  # a prompt is read once for all answers to it
             group = num_answers // len(prompts)
@@ -808,8 +810,9 @@ def sample_groups(
         references.append(tokens[in_reference])
         generator = np.random.default_rng([config.seed, step, 1 + index])
         draws.append(generator.random((num_answers, config.answer_length)))
-    end_ids = run.model_config.eos_token_id
-    sampled = iter(sample(model, prompts, np.concatenate(draws), end_ids, run.device))
+    sampled = iter(
+        sample(model, prompts, np.concatenate(draws), run.model_config.eos_token_id, run.device)
+    )
     return [
         [Answer(prompt, reference, *next(sampled)) for _ in range(num_answers)]
         for prompt, reference in zip(prompts, references)
@@ -875,8 +878,8 @@ def roll_out(
     answers = sum(groups, [])
 
     rank, size = dp_rank_and_size(config)
-    padding_id, end_ids = run.tokenizer.eos_token_id, run.model_config.eos_token_id
-    batches = AnswerBatches(answers, advantages, config, padding_id)
+    end_ids = run.model_config.eos_token_id
+    batches = AnswerBatches(answers, advantages, config, run.tokenizer.eos_token_id)
     micro_batches = batches.plan(0)
     # A forward all-gathers, so each rank needs equally many micro-batches. There are enough answers
     # to halve, because their number is a multiple of the ranks.

@@ -580,7 +580,7 @@ def test_what_is_kept_of_a_token_is_what_the_page_says(monkeypatch):
     with torch.no_grad():
         script.sample(model, prompts, rng.random((6, 5)), end_ids=[-1], device=CPU)
     kept = sum(layer.keys.nbytes + layer.values.nbytes for layer in caches[0].layers)
-    tokens = 6 * (6 + 5)
+    tokens = 6 * (6 + 64)  # there is room for 64 more at a time
     assert kept == tokens * strategies.bytes_of_cached_token(shape)
 
 
