@@ -127,13 +127,13 @@ def test_sampling_waits_for_answers_and_masks(seen, batching):
     """
     sampling = seen[f"fsdp2_grpo.py {batching}"]["sampling"]
     copies = {event: times for event, times in sampling.items() if "copy" in event}
-    assert len(copies) == 3 and set(copies.values()) == {1}, copies
+    assert len(copies) == 2 and set(copies.values()) == {1}, copies
     waits = sorted(times for event, times in sampling.items() if event.startswith("wait "))
-    # The two single ones are for the sampled tokens and their probabilities, at the end. Prompts
-    # have a second check of their padding.
-    assert waits == [1, 1, 16, 16 + 1], sampling
+    # The first two are for the sampled tokens and their probabilities, at the end. Prompts have a
+    # second check of their padding.
+    assert waits == [2, 16, 16 + 1], sampling
     assert sampling["attention efficient, masked"] == 2 * 16  # 2 blocks
-    assert len(sampling) == 8, sampling  # no collective among them
+    assert len(sampling) == 6, sampling  # no collective among them
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -501,6 +501,32 @@ def test_tokens_are_those_that_the_draws_ask_for():
     check_sampling(Qwen2ForCausalLM(small_shape(initializer_range=0.3)).eval())
 
 
+@pytest.mark.parametrize("name", ["qwen2", "mistral with a window"])
+def test_answers_have_the_bits_of_a_cache_that_copies(monkeypatch, name):
+    """Also while answers end, several of them at once, and others take their places."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import sampling
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 320}
+    config = {
+        "qwen2": small_shape(initializer_range=0.1),
+        "mistral with a window": MistralConfig(**sizes, sliding_window=6, initializer_range=0.3),
+    }[name]
+    model = sampler(AutoModelForCausalLM.from_config(config))
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, 256, n).astype(np.uint32) for n in (3, 19, 8, 1)]
+    draws, ends = rng.random((48, 40)), [*range(0, 320, 16)]
+    with torch.no_grad():
+        made = script.sample(model, prompts, draws, ends, CPU)
+        expected = sampling.sample_by_copying(model, prompts, draws, ends)
+    assert len({len(tokens) for tokens, _ in made}) > 10
+    for (tokens, log_probs), (as_tokens, as_log_probs) in zip(made, expected, strict=True):
+        assert tokens.tolist() == as_tokens.tolist()
+        assert log_probs.tolist() == as_log_probs.tolist()
+
+
 def test_experts_and_windows_sample_as_they_compute():
     torch.manual_seed(0)
     check_sampling(MiniMaxM2ForCausalLM(small_mixture(initializer_range=0.3)).eval())
