@@ -39,8 +39,8 @@ BASE = {**SMALL, "steps": 2, "eval_every": 2}
 # --- Flags ----------------------------------------------------------------------------------------
 
 TP, CP, PP = "fsdp2_tp_pretrain", "fsdp2_cp_pretrain", "fsdp2_pp_pretrain"
-EP, GRPO = "fsdp2_ep_pretrain", "fsdp2_grpo"
-PRETRAINING = ["ddp_pretrain", "fsdp1_pretrain", "fsdp2_pretrain", TP, CP, PP, EP]
+EP, MUON, GRPO = "fsdp2_ep_pretrain", "fsdp2_muon_pretrain", "fsdp2_grpo"
+PRETRAINING = ["ddp_pretrain", "fsdp1_pretrain", "fsdp2_pretrain", MUON, TP, CP, PP, EP]
 # All at once, because a parser changes the types of fields that later classes would inherit.
 CONFIGS = {name: importlib.import_module(name).Config for name in [*PRETRAINING, GRPO]}
 # GRPO counts prompts. None means that the flag is not given.
