@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from shared import ROOT
 
-import common
 import fsdp2_muon_pretrain
 import fsdp2_pretrain
 
@@ -170,7 +169,7 @@ def train(steps: int) -> None:
 
 def main() -> None:
     [steps] = shared.read(__doc__, steps=550)
-    if "RANK" in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # under torchrun
         train(steps)
     result = json.loads(FILE.read_text())
     print(describe(result))
@@ -178,4 +177,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.launch(main) if "RANK" in os.environ else main()
+    main()
