@@ -75,6 +75,7 @@ FLAGS = [
     ({"trace_steps": [1]}, "--trace_steps .*at least 2 items"),
     ({"trace_steps": [1, 1, 1]}, "--trace_steps .*at most 2 items"),
     ({"dp_replicate": 3}, "--dp_replicate 3 does not divide"),
+    ({"dp_replicate": 3}, "--dp_replicate 3 does not divide 2 ranks", MUON, 2),
     ({"init_from": "no/where"}, "--init_from no/where has no .* here, and is not on the hub"),
     ({}, "--tensor_parallel 2 must divide 1 ranks", TP),
     ({"tensor_parallel": 1, "dp_replicate": 1}, "unrecognized arguments: --dp_replicate", TP),

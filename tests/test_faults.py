@@ -789,6 +789,7 @@ def test_a_pipeline_passes_torchs_own_checks(flags, tmp_path, monkeypatch):
     share(
         [
             ("fsdp2_pretrain", "true", 6, 16384),
+            ("fsdp2_muon_pretrain", "true", 4, 8192),
             ("fsdp2_pp_pretrain", "true", 4, 8192),
             ("fsdp2_ep_pretrain", "false", 4, 8192),
             ("fsdp2_nd_pretrain", "true", 4, 4096),

@@ -269,6 +269,8 @@ def test_it_resumes_other_scripts_and_they_refuse_its_checkpoints(
     before = run(SCRIPTS[0], 2, **flags)
     after = run(MUON, 2, **flags, resume=before / "checkpoints/step_00000002")
     assert [line["step"] for line in metrics(after)[0]] == [3, 4]
+    # The loss of a step is that of the weights before its update.
+    assert metrics(after)[0][0]["loss"] == pytest.approx(losses(before)[2], rel=1e-6)
     flags |= RUN_FLAGS | {"dataset": corpus, "run_dir": tmp_path / "refused", "steps": 6}
     checkpoint = after / "checkpoints/step_00000004"
     for name in (SCRIPTS[0], SCRIPTS[2]):
