@@ -1001,7 +1001,10 @@ def read_description(checkpoint: Path) -> dict:
 def read_checkpoint(checkpoint: Path, state_dict: dict):
     """Fill the tensors of a state dict from a checkpoint of either style."""
     description = read_description(checkpoint)
-    with refusing(f"{checkpoint} of torch {description['torch']} cannot be loaded (remove it?)"):
+    with refusing(
+        f"{checkpoint} of torch {description['torch']} cannot be loaded (remove it? If it lacks "
+        "exp_avg_sq, Muon wrote it: only fsdp2_muon_pretrain.py resumes it, --init_from works too)"
+    ):
         # For metadata that it cannot read, `dcp.load` would log 56 lines before it fails.
         dcp.FileSystemReader(checkpoint).read_metadata()
         dcp.load(in_style(state_dict, description["checkpoint_style"]), checkpoint_id=checkpoint)

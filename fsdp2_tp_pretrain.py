@@ -39,6 +39,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, parallel as tp
 from torch.nn.attention.varlen import varlen_attn
+from torch.optim import AdamW, Optimizer
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -52,6 +53,8 @@ from common import flag
 # --- Config ---------------------------------------------------------------------------------------
 
 NEXT_COMMAND = "torchrun --standalone --nproc-per-node=2 fsdp2_cp_pretrain.py"
+# The default peak learning rate of a model with fewer than 10 million parameters.
+SMALL_MODEL_PEAK = 5e-3
 # The architectures that --model knows by name.
 SHAPES = {
     "tiny": {
@@ -399,7 +402,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     return norm.full_tensor()  # a collective, so call it on every rank
 
 
-def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def optimizer_step(model: nn.Module, optimizer: Optimizer) -> None:
     """Update the shards of this rank, and free their gradients.
 
     NOTE: model.zero_grad() would miss some. While a module is unsharded, as the root is after a
@@ -659,7 +662,7 @@ def weight_decay_names(model: nn.Module) -> set[str]:
     }
 
 
-def build_optimizer(model: nn.Module, decayed: set[str], config: Config) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, decayed: set[str], config: Config) -> AdamW:
     """Build AdamW over this rank's parameters; `decayed` are the names with weight decay."""
     trained = [(name, p) for name, p in optimizer_parameters(model) if p.requires_grad]
     with_decay, without_decay = [], []
@@ -670,7 +673,7 @@ def build_optimizer(model: nn.Module, decayed: set[str], config: Config) -> torc
         {"params": with_decay, "weight_decay": config.weight_decay},
         {"params": without_decay, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+    return AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
 def set_learning_rates(config: Config, num_parameters: int) -> None:
@@ -679,7 +682,7 @@ def set_learning_rates(config: Config, num_parameters: int) -> None:
     Published recipes use 6e-4 for 125M parameters and 2e-4 for 1.3B (GPT-3, arXiv 2005.14165), and
     3e-4 for 7B and 13B (Llama 2, arXiv 2307.09288). Such rates would ruin pretrained weights.
     """
-    peak = 5e-3 if num_parameters < 10_000_000 else 3e-4
+    peak = SMALL_MODEL_PEAK if num_parameters < 10_000_000 else 3e-4
     if config.learning_rate is None:
         config.learning_rate = peak / 10 if config.init_from else peak
     if config.min_learning_rate is None:
@@ -707,7 +710,7 @@ def learning_rate_at(step: int, config: Config) -> float:
 
 def train_step(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     batch: common.GlobalBatch,
     learning_rate: float,
     config: Config,

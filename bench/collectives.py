@@ -79,7 +79,8 @@ class Ledger(TorchDispatchMode):
         name = group.group_desc.removeprefix("mesh_").replace("default_pg", "all").split(":")[0]
         kind = KINDS[func._opname]
         if kind == "all-to-all" and 1 < group.size() == 1 + arguments[2].count(0):
-            kind = "send"  # everything goes to one rank, as ring attention does
+            if not arguments[2][group.rank()]:
+                kind = "send"  # everything goes to one other rank, as ring attention does
         self.calls.append(Collective(kind, name, group.size(), max(sides)))
 
 

@@ -50,7 +50,8 @@ from torch.utils.weak import WeakIdKeyDictionary  # noqa: E402
 import chat  # noqa: E402
 import common  # noqa: E402
 
-SCRIPTS = [*(f"{name}_pretrain" for name in shared.STRATEGIES + shared.INSIDE), "fsdp2_sft"]
+SCRIPT_NAMES = shared.STRATEGIES + shared.MUON + shared.INSIDE
+SCRIPTS = [*(f"{name}_pretrain" for name in SCRIPT_NAMES), "fsdp2_sft"]
 CPU = torch.device("cpu")
 ATTENTION = {  # the CPU's, which the registry lacks: how to count it, its tensors, `is_causal`
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3, 4),
@@ -344,6 +345,7 @@ class Report:
     flops: int
     root: list[torch.Size]  # shapes of the parameters in the root's FSDP unit
     experts: list[torch.Size]  # shapes of the experts' parameters, [experts, ...]
+    exchanged: int  # numbers in the matrices that Muon exchanges
     shape: Any  # the model's configuration
 
     @property
@@ -440,6 +442,8 @@ def dry_run(script: Any, config: Any, vocabulary: int, watch: Watch | None = Non
         model, optimizer = shared.build(script, config, model, CPU)
         batch = batch_of(script, config)
         kept = observe(script, config, model, optimizer, batch, watch)
+        decayed = optimizer.param_groups[0]["params"]
+        exchanged = [p for p in decayed if hasattr(p, "muon_dtype") and p.ndim == 2]
     with torch.device("meta"):
         from transformers import AutoModelForCausalLM
 
@@ -465,6 +469,7 @@ def dry_run(script: Any, config: Any, vocabulary: int, watch: Watch | None = Non
         flops=watch.flops,
         root=[p.shape for p in part.parameters() if p not in elsewhere_sharded],
         experts=[p.shape for p in full.parameters() if p.ndim == 3],
+        exchanged=sum(p.numel() for p in exchanged),
         shape=shape,
     )
 
@@ -552,14 +557,14 @@ def shards_of(report: Report, config: Any) -> int:
 
 
 def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
-    """Return the bytes that a rank sends for TP, CP, EP or PP, and their formula.
+    """Return the bytes that a rank sends for Muon, TP, CP, EP or PP, and their formula.
 
     Also returns what embedding, norms, head and loss add.
 
     L: blocks, T, C or E: ranks of a group, A: bytes of a micro-batch's [tokens, hidden size], A':
     the same for each expert of a token, Q and K: bytes of its queries and keys (K/V heads are
-    repeated if C exceeds them). R blocks are recomputed, up to the last tensor that backward needs,
-    and send again.
+    repeated if C exceeds them), M: bytes of the matrices that Muon exchanges. R blocks are
+    recomputed, up to the last tensor that backward needs, and send again.
     """
     shape, (sequences, length) = report.shape, shape_of(config)
     tokens, size = sequences * length * report.micro_batches, size_of_compute(config)
@@ -567,6 +572,13 @@ def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
     again = {"none": 0, "selective": 0, "full": blocks}.get(config.activation_checkpointing)
     if again is None:
         again = int(blocks * float(config.activation_checkpointing))
+    if report.exchanged:
+        shards = shards_of(report, config)
+        sent = 2 * report.exchanged * size * (shards - 1) / shards**2
+        # Matrices differ in size, and the last ones may be fewer than ranks.
+        uneven = sum(call.sent for call in report.calls if call.kind in ("all-to-all", "send"))
+        letter = "N" if shards == report.ranks else "S"
+        return sent, f" + 2M({letter}-1)/{letter}²", uneven - sent
     if ranks := getattr(config, "tensor_parallel", 0):
         share = tokens * shape.hidden_size * size * (ranks - 1) / ranks
         # Embedding and head: one each way. All-reduced: three numbers per token for the loss, and
@@ -645,7 +657,8 @@ def closed_form_of(report: Report, script: Any, config: Any) -> tuple[float, str
         parts["for shards of equal size"] = padding
     inside, more, ends = sent_inside(report, config)
     if ends:
-        parts["for embedding, norms, head and loss"] = ends
+        muon = "as matrices are of unequal size or fewer than ranks"
+        parts[muon if report.exchanged else "for embedding, norms, head and loss"] = ends
     return expected + inside, formula + more, parts
 
 

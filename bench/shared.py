@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as common.launch
 STRATEGIES = ["ddp", "fsdp1", "fsdp2"]
+MUON = ["fsdp2_muon"]
 # A group of ranks shares each layer, each sequence, the blocks, or the experts.
 INSIDE = ["fsdp2_tp", "fsdp2_cp", "fsdp2_pp", "fsdp2_ep", "fsdp2_nd"]
 
@@ -90,8 +91,8 @@ def script_and_config(docstring: str | None) -> tuple[Any, Any]:
     """Return the script that the command line names, and its Config of the words that follow."""
     import common
 
-    reader = parser(docstring)
-    reader.add_argument("script", choices=[f"{name}_pretrain.py" for name in STRATEGIES + INSIDE])
+    reader, names = parser(docstring), STRATEGIES + MUON + INSIDE
+    reader.add_argument("script", choices=[f"{name}_pretrain.py" for name in names])
     given, words = reader.parse_known_args()
     script = importlib.import_module(Path(given.script).stem)
     sys.argv = [given.script, *words]

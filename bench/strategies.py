@@ -178,6 +178,12 @@ CHAPTERS = [  # script, page, idea, memory per rank, communication of a step, wh
         "16/N", "(2P+G)(N-1)/N", "several GPUs, and the model does not fit each of them",
     ),
     (
+        "fsdp2_muon_pretrain", "muon",
+        "Muon: each rank orthogonalizes some of the matrices, in full",
+        "12/N for the matrices of blocks, 16/N for the rest", "FSDP2's; 2M(N-1)/N² per step",
+        "you want to reach a loss in fewer steps",
+    ),
+    (
         "fsdp2_tp_pretrain", "tensor", "tensor parallelism: T ranks compute each layer together",
         "16/N, 1/T of the activations between layers",
         "FSDP2's for 1/T of the model; 8A(T-1)/T per block",

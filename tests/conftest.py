@@ -27,6 +27,7 @@ HANGS = 900  # seconds; what takes longer is killed
 SCRIPTS = ["ddp_pretrain.py", "fsdp1_pretrain.py", "fsdp2_pretrain.py"]
 # The ranks of a group share the layers, the sequences, or the blocks of a model.
 INSIDE = ["fsdp2_tp_pretrain.py", "fsdp2_cp_pretrain.py", "fsdp2_pp_pretrain.py"]
+MUON = "fsdp2_muon_pretrain.py"  # its losses are its own
 EXPERTS = "fsdp2_ep_pretrain.py"  # it trains only MoE models
 # Two micro-batches per rank on 4 ranks, so that every world size accumulates gradients.
 SMALL = {

@@ -39,8 +39,8 @@ BASE = {**SMALL, "steps": 2, "eval_every": 2}
 # --- Flags ----------------------------------------------------------------------------------------
 
 TP, CP, PP = "fsdp2_tp_pretrain", "fsdp2_cp_pretrain", "fsdp2_pp_pretrain"
-EP, GRPO = "fsdp2_ep_pretrain", "fsdp2_grpo"
-PRETRAINING = ["ddp_pretrain", "fsdp1_pretrain", "fsdp2_pretrain", TP, CP, PP, EP]
+EP, MUON, GRPO = "fsdp2_ep_pretrain", "fsdp2_muon_pretrain", "fsdp2_grpo"
+PRETRAINING = ["ddp_pretrain", "fsdp1_pretrain", "fsdp2_pretrain", MUON, TP, CP, PP, EP]
 # All at once, because a parser changes the types of fields that later classes would inherit.
 CONFIGS = {name: importlib.import_module(name).Config for name in [*PRETRAINING, GRPO]}
 # GRPO counts prompts. None means that the flag is not given.
@@ -73,6 +73,7 @@ FLAGS = [
     ({"activation_checkpointing": 1.5}, "--activation_checkpointing .*pattern"),
     ({"activation_checkpointing": "half"}, "none.full.selective"),
     ({"dp_replicate": 3}, "--dp_replicate 3 does not divide"),
+    ({"dp_replicate": 3}, "--dp_replicate 3 does not divide 2 ranks", MUON, 2),
     ({"init_from": "no/where"}, "--init_from no/where has no .* here, and is not on the hub"),
     ({}, "--tensor_parallel 2 must divide 1 ranks", TP),
     ({"tensor_parallel": 1, "dp_replicate": 1}, "unrecognized arguments: --dp_replicate", TP),

@@ -48,6 +48,10 @@ OWN = {
         "untied": {"model": "UNTIED", "accumulate": 2},
         "untied_keep": {"model": "UNTIED", "reshard_after_forward": False, "accumulate": 2},
     },
+    "fsdp2_muon_pretrain": {
+        "hybrid": {"dp_replicate": 2, "accumulate": 2},
+        "untied": {"model": "UNTIED", "accumulate": 2},
+    },
     "fsdp2_tp_pretrain": {"packed": {"batching": "packed"}},
     "fsdp2_cp_pretrain": {
         "packed": {"batching": "packed"}, "four": {"context_parallel": 4},

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EXPERTS, HANGS, INSIDE, ROOT, SCRIPTS, small_shape
+from conftest import EXPERTS, HANGS, INSIDE, MUON, ROOT, SCRIPTS, small_shape
 from grid import share
 from test_types import plain_model
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -23,7 +23,7 @@ import fsdp2_pretrain
 sys.path.insert(0, str(ROOT / "bench"))
 import gpu  # noqa: E402
 
-ALL = [*SCRIPTS, *INSIDE, "fsdp2_sft.py", "fsdp2_grpo.py"]
+ALL = [*SCRIPTS, MUON, *INSIDE, "fsdp2_sft.py", "fsdp2_grpo.py"]
 SIZES = {"micro_batch_tokens": 4096}
 GLOBAL = {"global_batch_tokens": 4096 * 4 * 2}  # RL counts prompts instead
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {}
@@ -44,6 +44,7 @@ for mode in ("full", "selective"):
 RUNS["replicas"] = "fsdp2_pretrain.py", {"dp_replicate": 2}
 RUNS["unsharded after forward"] = "fsdp2_pretrain.py", {"reshard_after_forward": False}
 RUNS["offload"] = "fsdp2_pretrain.py", {"cpu_offload": True}
+RUNS["Muon, offloaded"] = MUON, {"cpu_offload": True}
 RUNS["fsdp2_pp_pretrain.py middle stage"] = "fsdp2_pp_pretrain.py", {"pipeline_parallel": 4}
 RUNS["experts, full checkpointing"] = (
     EXPERTS,

@@ -12,6 +12,7 @@ BUDGETS = {
     "ddp_pretrain.py": 3700,
     "fsdp1_pretrain.py": 3700,
     "fsdp2_pretrain.py": 3900,
+    "fsdp2_muon_pretrain.py": 4800,
     "fsdp2_tp_pretrain.py": 4250,
     "fsdp2_cp_pretrain.py": 5300,
     "fsdp2_pp_pretrain.py": 5300,

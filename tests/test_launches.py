@@ -6,6 +6,7 @@ import pytest
 from conftest import (
     EXPERTS,
     INSIDE,
+    MUON,
     ROOT,
     RUN_FLAGS,
     SCRIPTS,
@@ -17,7 +18,7 @@ from conftest import (
 )
 from grid import share
 
-PRETRAINING = [*SCRIPTS, *INSIDE, EXPERTS]
+PRETRAINING = [*SCRIPTS, MUON, *INSIDE, EXPERTS]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import fsdp2_pretrain
 # Flags for one rank.
 ALONE = {
     "fsdp2_pretrain": {},
+    "fsdp2_muon_pretrain": {},
     "fsdp2_tp_pretrain": {"tensor_parallel": 1},
     "fsdp2_cp_pretrain": {"context_parallel": 1},
     "fsdp2_pp_pretrain": {"pipeline_parallel": 1},

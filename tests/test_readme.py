@@ -18,13 +18,14 @@ from pathlib import Path
 
 import pytest
 import transformers
-from conftest import EXPERTS, HANGS, INSIDE, ROOT, SCRIPTS, metrics, read_lines
+from conftest import EXPERTS, HANGS, INSIDE, MUON, ROOT, SCRIPTS, metrics, read_lines
 from grid import share
 
 import common
 import fsdp2_grpo
 
-ALL_SCRIPTS = [*SCRIPTS, *INSIDE, EXPERTS, "fsdp2_nd_pretrain.py", "fsdp2_sft.py", "fsdp2_grpo.py"]
+ALL_SCRIPTS = [*SCRIPTS, MUON, *INSIDE, EXPERTS, "fsdp2_nd_pretrain.py"]
+ALL_SCRIPTS += ["fsdp2_sft.py", "fsdp2_grpo.py"]
 # All are imported before one is parsed, because HfArgumentParser changes the types of the fields
 # that the scripts inherit.
 CONFIGS = {script: importlib.import_module(script[:-3]).Config for script in ALL_SCRIPTS}

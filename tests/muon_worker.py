@@ -1,0 +1,115 @@
+"""Update small models with Muon, for known gradients; test_muon.py compares the weights.
+
+For conftest.launch, with flags: --out, the file to write; --cases, JSON {case: flags}.
+"""
+
+import gc
+import hashlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+import collectives  # noqa: E402
+import shared  # noqa: E402
+
+import common  # noqa: E402
+import fsdp2_muon_pretrain as script  # noqa: E402
+
+STEPS, CPU = 3, torch.device("cpu")
+
+
+def gradients(model: torch.nn.Module, trained: str) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield for each step random gradients of the parameters whose name contains `trained`.
+
+    They have few large singular values, as real ones.
+    """
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        found = {}
+        for name, parameter in model.named_parameters():
+            full = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+            if full.ndim > 1:
+                full = full * torch.arange(1.0, 1 + full.shape[-1]) ** -1.0
+            if trained in name:
+                found[name] = full
+        yield found
+
+
+def model_of(flags: dict, double: bool) -> tuple:
+    """Return the script's model on the meta device, and its config."""
+    config = script.Config(learning_rate=0.02, micro_batch_tokens=512, **flags)
+    model = script.build_model(
+        config, script.build_model_config(config, common.load_tokenizer("bytes"))
+    )
+    return (model.double() if double else model), config
+
+
+def digest(tensors: dict[str, torch.Tensor]) -> str:
+    return hashlib.sha1(b"".join(t.numpy().tobytes() for t in tensors.values())).hexdigest()
+
+
+def update(flags: dict) -> dict:
+    """Return the full weights after some steps, and what the ranks sent in one of them."""
+    flags = dict(flags)
+    trained, double = flags.pop("trained", ""), flags.pop("double", True)
+    sent = []
+    exchange = script.all_to_all_single
+
+    def counted(flat, received, given, group):
+        others = sum(given) - given[dist.get_rank(group)]
+        sent.append(others * flat.itemsize)
+        return exchange(flat, received, given, group)
+
+    model, config = model_of(flags, double)
+    model, optimizer = shared.build(script, config, model, CPU)
+    parameters = dict(model.named_parameters())
+    if double:
+        for parameter in parameters.values():
+            if hasattr(parameter, "muon_dtype"):
+                parameter.muon_dtype = torch.float64
+    script.all_to_all_single = counted
+    for step in gradients(model, trained):
+        for name, full in step.items():
+            sharded = parameters[name]
+            sharded.grad = distribute_tensor(full, sharded.device_mesh, sharded.placements)
+        sent.clear()
+        with collectives.Ledger() as ledger:
+            script.optimizer_step(model, optimizer)
+    script.all_to_all_single = exchange
+    assert all(parameter.grad is None for parameter in parameters.values())
+    weights = {
+        name: parameter.detach().full_tensor().clone() if isinstance(parameter, DTensor) else None
+        for name, parameter in parameters.items()
+    }
+    copies = common.gather(digest(weights))
+    moments = {name: sorted(optimizer.state.get(p, {})) for name, p in parameters.items()}
+    return {
+        "weights": weights,
+        "moments": moments,
+        "equal_on_all_ranks": len(set(copies)) == 1,
+        "sent": sum(common.gather(sum(sent))),
+        "ledger": sum(common.gather(sum(call.sent for call in ledger.calls))),
+    }
+
+
+def main() -> None:
+    given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+    script.init_process_group(script.Config(micro_batch_tokens=512))
+    seen = {}
+    for case, flags in json.loads(given["--cases"]).items():
+        seen[case] = update(flags)
+        gc.collect()
+    if dist.get_rank() == 0:
+        torch.save(seen, given["--out"])
+    shared.leave()
+
+
+if __name__ == "__main__":
+    main()
