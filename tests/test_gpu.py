@@ -92,11 +92,15 @@ def events(run: dict, beginning: str) -> dict[str, int]:
 def test_everything_is_on_this_ranks_gpu_and_nothing_waits(seen, name):
     run = seen[name]
     assert "error" not in run, run.get("error")
-    offload = name == "offload"
+    offload = "offload" in name
     assert run["device"] == "cuda:1" and run["parameters"] == ["cpu" if offload else "cuda:1"]
     assert run["start"]["process group cpu:gloo,cuda:nccl on cuda:1"] == 1
     # Every tensor of a micro-batch is copied from pinned memory, and nothing waits for the copy.
-    assert not events(run, "blocking copy")
+    # (Muon takes offloaded shards to the GPU, which waits.)
+    blocking = [
+        event for event in events(run, "blocking copy") if not (offload and "muon" in event)
+    ]
+    assert not blocking
     micro_batches = run["micro_batches"]
     assert micro_batches > 1
     packed, context_parallel = "packed" in name, "_cp_" in name
