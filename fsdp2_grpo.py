@@ -708,7 +708,7 @@ class AnswerLayer(DynamicLayer):
         end = begin + keys.shape[2]
         if begin == 0:
             self.keys, self.values = keys, values
-        elif end > self.keys.shape[2]:
+        elif end > self.keys.shape[2]:  # make room for 64 more tokens
             self.keys, self.values = (
                 nn.functional.pad(states, (0, 0, 0, 64)) for states in (self.keys, self.values)
             )
@@ -929,7 +929,7 @@ def end_tokens(config: Config, tokenizer: common.Tokenizer) -> list[int]:
 
 
 def base_generation(config: Config) -> GenerationConfig:
-    """Return how transformers samples from the base model. hf/ keeps that."""
+    """Return the base model's settings of `generate`, such as its temperature, for hf/."""
     if config.model == config.tokenizer:  # so that the ids mean the same
         with contextlib.suppress(OSError):  # not every model has this file
             return GenerationConfig.from_pretrained(config.model)

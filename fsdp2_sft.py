@@ -514,7 +514,7 @@ def end_tokens(config: Config, tokenizer: common.Tokenizer) -> list[int]:
 
 
 def base_generation(config: Config) -> GenerationConfig:
-    """Return how transformers samples from the base model. hf/ keeps that."""
+    """Return the base model's settings of `generate`, such as its temperature, for hf/."""
     if config.model == config.tokenizer:  # so that the ids mean the same
         with contextlib.suppress(OSError):  # not every model has this file
             return GenerationConfig.from_pretrained(config.model)
