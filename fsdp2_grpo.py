@@ -327,8 +327,8 @@ def leave_out_long(documents: common.Sequences, config: Config) -> common.Sequen
 class Answer(NamedTuple):
     """A sampled answer. Its last token ends the turn, unless it reached --answer_length."""
 
-    prompt: np.ndarray  # uint32, token ids
-    reference: np.ndarray  # uint32
+    prompt: np.ndarray  # int64, token ids
+    reference: np.ndarray  # int64
     tokens: np.ndarray  # uint32
     log_probs: np.ndarray  # float32 [tokens], from sampling
     reward: float = 0.0

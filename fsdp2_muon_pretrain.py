@@ -41,7 +41,6 @@ import torch.distributed as dist
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import nn
-from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -421,31 +420,33 @@ def orthogonalize(matrices: list[DTensor], dtype: torch.dtype) -> list[torch.Ten
         most = math.ceil(rows / ranks)
         received = [max(0, min(most, rows - i * most)) * columns for i in range(ranks)]
     # Rows arrive by rank, which is their order in the matrix.
-    flat = all_to_all_single(flat, received, sent, group)
+    full = flat.new_empty(sum(received))
+    dist.all_to_all_single(full, flat, received, sent, group)
     if rank < len(matrices):
-        flat = newton_schulz(flat.view(rows, columns)).flatten()
-    flat = all_to_all_single(flat, sent, received, group)  # the way back
+        full = newton_schulz(full.view(1, rows, columns)).flatten()
+    dist.all_to_all_single(flat, full, sent, received, group)  # the way back
     parts = flat.split(sent[: len(shards)])
     return [part.view_as(shard).to(shard) for part, shard in zip(parts, shards)]
 
 
-def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a matrix with the same singular vectors, and singular values of about 1.
+def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
+    """Return matrices with the same singular vectors, and singular values of about 1.
 
     X, (X Xᵀ) X and (X Xᵀ)² X have the same singular vectors. So an iteration applies a polynomial
     to every singular value. With these coefficients it grows small values fast: after five
     iterations all but the smallest are between 0.7 and 1.2. An SVD would be exact, but slow.
 
     Args:
-        matrix: [..., rows, columns].
+        matrices: [matrices, rows, columns].
     """
-    is_tall = matrix.shape[-2] > matrix.shape[-1]
-    x = matrix.mT if is_tall else matrix  # so that X Xᵀ has the smaller size
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices  # so that X Xᵀ has the smaller size
     # No singular value exceeds this norm, and the iteration needs values of at most 1.
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.mT
-        x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
+        polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, polynomial, x, beta=3.4445)
     return x.mT if is_tall else x
 
 

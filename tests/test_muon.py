@@ -187,7 +187,7 @@ def test_bytes_sent_are_the_closed_form(updated, folder, ranks, case):
 def test_orthogonalized_matrices_have_the_singular_vectors_of_the_matrix():
     """By an SVD in float64. Their singular values are about 1, except for tiny ones."""
     generator = torch.Generator().manual_seed(0)
-    for shape in ((24, 40), (40, 24), (3, 24, 24)):
+    for shape in ((1, 24, 40), (1, 40, 24), (3, 24, 24)):
         matrix = torch.randn(shape, generator=generator, dtype=torch.float64)
         u, values, vh = torch.linalg.svd(matrix, full_matrices=False)
         assert (values / values.square().sum(-1, keepdim=True).sqrt()).min() > 1e-3
@@ -199,7 +199,7 @@ def test_orthogonalized_matrices_have_the_singular_vectors_of_the_matrix():
 
 
 def test_a_matrix_of_zeros_stays_zero():
-    assert not script.newton_schulz(torch.zeros(3, 5)).any()
+    assert not script.newton_schulz(torch.zeros(1, 3, 5)).any()
 
 
 # --- Runs -----------------------------------------------------------------------------------------
