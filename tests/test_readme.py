@@ -127,7 +127,7 @@ def test_first_run(tmp_path):
         "source .venv/bin/activate",
         "pip install -r requirements.txt",
     ]
-    for name in (*ALL_SCRIPTS, "common.py", "chat.py"):
+    for name in (*ALL_SCRIPTS, "common.py", "chat.py", "sample.py"):
         shutil.copy(ROOT / name, tmp_path)
     cache = str(tmp_path / "cache")  # nothing is cached yet
     environment = os.environ | {"HF_HOME": cache, "HF_DATASETS_CACHE": cache}
@@ -165,7 +165,7 @@ def test_first_run(tmp_path):
     assert re.search(r"\b(def|self|return|if|for)\b", sample)  # a newcomer sees that it is Python
     assert f"files: {run_dir.relative_to(tmp_path)}/metrics.jsonl" in printed
     following = re.search(r"next:  (.*)", printed)[1]
-    pretrain, tune, reinforce, *chat = block("chain")
+    pretrain, tune, reinforce, chat = block("chain")
     assert pretrain == command and "fsdp2_tp_pretrain.py" in following
     following = re.search(r"next:  (.*)", run(tune))[1]
     assert reinforce == following
@@ -177,8 +177,9 @@ def test_first_run(tmp_path):
     before, after = map(float, re.search(r"rises from ([\d.]+) to ([\d.]+)", README).groups())
     assert rewards[0] < before + 0.03
     assert rewards[-1] > before + 0.2 * (after - before)
-    streamed = run("\n".join(chat), quiet=False)
-    assert streamed.startswith("<|begin_of_thought|>") and len(streamed) > 50
+    message = r"Write the docstring of:\\\n\\\ndef add(a, b):\\\n    return a + b\\\n\n"
+    streamed = run(f"printf '{message}' | {chat}", quiet=False)
+    assert "<|begin_of_thought|>" in streamed and len(streamed) > 60
     held_out = subprocess.run(
         [sys.executable, ROOT / "bench/bigram.py"], env=environment, capture_output=True, text=True
     )
