@@ -30,7 +30,7 @@ ALL_SCRIPTS += ["fsdp2_sft.py", "fsdp2_grpo.py"]
 # that the scripts inherit.
 CONFIGS = {script: importlib.import_module(script[:-3]).Config for script in ALL_SCRIPTS}
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = {page.name: page.read_text() for page in PAGES}
 
 
@@ -77,7 +77,7 @@ def test_flags_of_the_pages_are_accepted(command, monkeypatch):
 # Flags in running text that are not the scripts': torchrun's, pytest's and the programs' of bench/.
 OTHERS = """nnodes nproc-per-node max-restarts shutdown-timeout rdzv-backend rdzv-id rdzv-endpoint
     standalone help nonblocking pid signal cpus-per-task ntasks-per-node gpus-per-node nodes
-    requeue ranks vocabulary memory_gib link_gbps tflops no-build-isolation turns only""".split()
+    requeue ranks vocabulary memory_gib link_gbps tflops no-build-isolation turns only check""".split()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -114,7 +114,8 @@ def test_links_resolve(page):
 
 def test_every_page_is_linked_from_the_readme():
     linked = {Path(name).name for name in re.findall(r"\]\((docs/\w+\.md)\)", README)}
-    assert linked == TEXT.keys() - {"README.md"}
+    assert linked == TEXT.keys() - {"README.md", "AGENTS.md"}
+    assert "(AGENTS.md)" in README
 
 
 @pytest.mark.drill
@@ -306,7 +307,9 @@ def quick_programs(tmp_path_factory):
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("page", share(chapters().values()))
+@pytest.mark.parametrize(
+    "page", share(page.stem for page in PAGES if "<!-- try -->" in TEXT[page.name])
+)
 def test_experiments_print_what_the_pages_show(page, monkeypatch, quick_programs):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import tryit
@@ -356,6 +359,17 @@ def test_generated_parts_are_current(monkeypatch):
     assert sorted(readme.PAGES) == sorted(PAGES)
     for page in PAGES:
         assert readme.renewed(TEXT[page.name]) == TEXT[page.name], page
+    assert {readme.diffs.BASE, *readme.diffs.OTHERS} == {*ALL_SCRIPTS}
+
+
+def test_the_proofs_that_assistants_are_asked_for_exist():
+    text = TEXT["AGENTS.md"]
+    assert 40 <= len(text.splitlines()) <= 60
+    [proof] = re.findall(r"<!-- proof -->\n```bash\n(.*?)```", text, re.DOTALL)
+    named = re.findall(r"\S+\.py", proof)
+    assert len(named) == 5 and all((ROOT / name).is_file() for name in named)
+    [lint, format_check] = proof.splitlines()[0].split(" && ")
+    assert {lint, format_check} < {*(ROOT / ".ci/run").read_text().splitlines()}
 
 
 def test_help_lists_every_flag_quickly():
