@@ -1,4 +1,4 @@
-"""Renew the parts of README.md and docs/*.md that come from other files: code, flags, tables.
+"""Renew the parts of the pages that come from other files: code, flags, tables.
 
     python bench/readme.py
 
@@ -16,6 +16,7 @@ A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of
     sampling                         what sampling takes beside training (bench/strategies.py)
     bubble                           what stages wait, of docs/bubble.json
     rows                             what becomes of rows of conversations (bench/rows.py)
+    diffs                            from fsdp2_pretrain.py to each script (bench/diffs.py)
     pretraining, fine-tuning, steps  speed beside bare loops and libraries, of docs/compare.json
 """
 
@@ -29,13 +30,14 @@ from collections.abc import Callable
 
 import bubble
 import compare
+import diffs
 import meshes
 import rows
 import shared
 import strategies
 from shared import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def default_of(field: dataclasses.Field, script: str) -> str:
@@ -90,6 +92,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "experts": strategies.experts_table,
         "rows": rows.rows_table,
         "sampling": strategies.sampling_table,
+        "diffs": diffs.diffs,
         "steps": lambda: compare.steps_table(compared),
     }
     for work in ("pretraining", "fine-tuning"):
