@@ -68,7 +68,7 @@ from common import flag
 
 NEXT_COMMAND = "torchrun --standalone --nproc-per-node=2 fsdp2_sft.py --init_from {run_dir}"
 # The default peak learning rate of a model with fewer than 10 million parameters.
-SMALL_MODEL_PEAK = 5e-3
+SMALL_MODEL_PEAK = 3e-3
 # The architectures that --model knows by name.
 SHAPES = {
     "tiny": {
@@ -115,7 +115,7 @@ class Config(common.Flags):
     )
     learning_rate: PositiveFloat | None = flag(
         None,
-        "peak learning rate of AdamW. The default depends on the model: 5e-3 with fewer than 10 "
+        "peak learning rate of AdamW. The default depends on the model: 3e-3 with fewer than 10 "
         "million parameters, otherwise 3e-4; a tenth of that with --init_from",
     )
     min_learning_rate: NonNegativeFloat | None = flag(
