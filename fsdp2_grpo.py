@@ -681,8 +681,12 @@ def policy_loss(
 def divergence(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch.Tensor:
     """Return values whose mean over tokens sampled from a distribution is its KL to the other.
 
-    They are never negative, and vary less than differences of log-probabilities (Schulman 2020,
-    Approximating KL Divergence). As a loss, their mean gradient is that of the reverse KL.
+    This is the estimator k3 of Schulman (2020, Approximating KL Divergence). It is never negative,
+    and it varies less than a difference of log-probabilities.
+
+    NOTE: as a loss it does not minimize KL(model || reference), which is its mean. For tokens that
+    the model has just sampled, its mean gradient is that of KL(reference || model) (arXiv
+    2506.09477). Both are 0 only if the two distributions are equal.
     """
     log_ratio = other_log_probs - log_probs
     return log_ratio.exp() - 1 - log_ratio
