@@ -14,7 +14,8 @@ parameters before its forward and another one before its backward, 2P(N-1)/N in 
 reduce-scatter of its gradients after its backward, P(N-1)/N. That is 1.5 times DDP's volume (equal
 to it in bf16, which halves the all-gathers). Most of it overlaps with the compute of the
 neighboring blocks. With gradient accumulation, each micro-batch all-gathers and reduce-scatters
-again, so that a rank keeps no more than its shard of the gradients.
+again, so that a rank keeps no more than its shard of the gradients. In bf16 that is so whatever
+--reduce_every_micro_batch says, because FSDP1 would accumulate unsharded gradients in bf16.
 
 The idea is ZeRO-3 (arXiv 1910.02054). PyTorch FSDP is described in arXiv 2304.11277.
 """
@@ -139,7 +140,7 @@ class Config(common.Flags):
     reduce_every_micro_batch: bool = flag(
         True,
         "reduce-scatter gradients in every micro-batch. false: once per step, which needs memory "
-        "for a full set of gradients",
+        "for a full set of gradients, and has no effect in bf16",
     )
 
     def __post_init__(self) -> None:
