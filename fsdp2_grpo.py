@@ -985,7 +985,7 @@ def forward_with_log_probs(
     if labels is None:
         return head(output.last_hidden_state[:, -1]).float()
     hidden = output.last_hidden_state.flatten(0, 1)[target_positions]  # [targets, hidden size]
-    labels = labels.flatten()[target_positions]
+    labels = labels.flatten()[target_positions]  # [targets]
     if len(labels) <= CHUNK_TOKENS:
         return log_probs(hidden, head.weight, head.bias, labels)
     return torch.cat(
@@ -1045,7 +1045,7 @@ def document_attention(
         window_size=(-1, 0),  # all tokens before, none after
         enable_gqa=True,
     )
-    return output[None], None
+    return output[None], None  # [1, length, heads, head size]
 
 
 @torch.compiler.disable  # document lengths differ in every micro-batch
@@ -1064,7 +1064,7 @@ def attend_one_by_one(
         )
         for document in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
     ]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()  # [1, length, heads, size]
 
 
 def transformer_blocks(model: nn.Module) -> nn.ModuleList:

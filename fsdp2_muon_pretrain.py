@@ -421,7 +421,7 @@ def orthogonalize(matrices: list[DTensor], dtype: torch.dtype) -> list[torch.Ten
         most = math.ceil(rows / ranks)
         received = [max(0, min(most, rows - i * most)) * columns for i in range(ranks)]
     # Rows arrive by rank, which is their order in the matrix.
-    flat = all_to_all_single(flat, received, sent, group)
+    flat = all_to_all_single(flat, received, sent, group)  # [rows x columns], a full matrix
     if rank < len(matrices):
         flat = newton_schulz(flat.view(rows, columns)).flatten()
     flat = all_to_all_single(flat, sent, received, group)  # the way back
@@ -520,7 +520,7 @@ def forward_with_loss(
     output = self.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs)
     hidden = output.last_hidden_state.flatten(0, 1)  # [tokens, hidden size]
     head = self.get_output_embeddings()
-    labels = labels.flatten()
+    labels = labels.flatten()  # [tokens]
     if len(labels) <= CHUNK_TOKENS:
         return loss(hidden, head.weight, head.bias, labels)
     total = torch.zeros((), device=hidden.device)
@@ -579,7 +579,7 @@ def document_attention(
         window_size=(-1, 0),  # all tokens before, none after
         enable_gqa=True,
     )
-    return output[None], None
+    return output[None], None  # [1, length, heads, head size]
 
 
 @torch.compiler.disable  # document lengths differ in every micro-batch
@@ -598,7 +598,7 @@ def attend_one_by_one(
         )
         for document in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
     ]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()  # [1, length, heads, size]
 
 
 def transformer_blocks(model: nn.Module) -> nn.ModuleList:
