@@ -11,9 +11,8 @@ the order in which gradients came.
 import copy
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import distributed as dist, nn
 from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group()  # NCCL for tensors on GPUs, gloo for those in CPU memory
@@ -49,7 +48,7 @@ class Bucket:
 
 
 def by_hand(model):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     # Backward goes from the last layer to the first, so fill the buckets in that order.
     groups = [[]]
     for parameter in reversed(list(model.parameters())):
@@ -63,7 +62,7 @@ def by_hand(model):
 
 def with_pytorch(model):
     model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.003)
 
 
 # --- A small transformer learns to count, by hand and with PyTorch, step by step ------------------
@@ -95,21 +94,20 @@ runs = by_hand(copy.deepcopy(model)), with_pytorch(model)
 say = print if RANK == 0 else lambda _: None
 say(f"{__doc__}\n| step | by hand | PyTorch | difference |\n| --- | --- | --- | --- |")
 for step in range(1, STEPS + 1):
-    # Each sequence counts from a random start, by a random stride, modulo VOCAB.
-    start, stride = torch.randint(VOCAB, (2, BATCH, 1))
-    tokens = (start + stride * torch.arange(LENGTH + 1)) % VOCAB  # [BATCH, LENGTH + 1]
+    # Each sequence counts up from a random number.
+    tokens = (torch.randint(VOCAB, (BATCH, 1)) + torch.arange(LENGTH + 1)) % VOCAB
     tokens = tokens[RANK::RANKS]  # this rank's sequences
     losses = []
     for model, optimizer in runs:
         optimizer.zero_grad(set_to_none=False)
-        logits = model(tokens[:, :-1])  # [sequences, LENGTH, VOCAB]
-        loss = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:])
+        logits = model(tokens[:, :-1]).mT  # [sequences, VOCAB, LENGTH]
+        loss = F.cross_entropy(logits, tokens[:, 1:])
         loss.backward()
         optimizer.step()
         dist.all_reduce(loss.detach())
         losses.append(loss.item() / RANKS)
     say("| {} | {:.8f} | {:.8f} | {:.1e} |".format(step, *losses, losses[0] - losses[1]))
-# Gradients and AdamW's two moments are as large as the parameters.
+# Gradients and both AdamW moments are as large as the parameters (of DTensors: as the shards).
 held = [4 * sum(getattr(p, "_local_tensor", p).nbytes for p in o.state) for _, o in runs]
 say("| bytes held by rank 0 | {:,} | {:,} | |".format(*held))
 say(f"| bytes sent by rank 0 per step | {sum(SENT) / STEPS:,.0f} | | |")

@@ -3,17 +3,15 @@
     torchrun --standalone --nproc-per-node=2 by_hand/fsdp.py
 
 Each rank keeps a flat shard of each layer. It all-gathers the layer before forward and again before
-backward, frees it after each, and reduce-scatters its gradients (ZeRO-3, arXiv 1910.02054).
-FSDP2 shards each parameter by rows instead of one flat tensor, and gathers the next layer on a
-stream of its own while this one computes.
+backward, frees it afterwards, and reduce-scatters the gradients (ZeRO-3, arXiv 1910.02054).
+FSDP2 shards each parameter by rows, and gathers the next layer while this one computes.
 """
 
 import copy
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import distributed as dist, nn
 from torch.distributed.fsdp import fully_shard
 
 dist.init_process_group()  # NCCL for tensors on GPUs, gloo for those in CPU memory
@@ -25,7 +23,7 @@ if torch.cuda.is_available():
 
 
 def shard(layer):
-    """Keep 1/RANKS of a layer's parameters, and gather the rest whenever the layer computes."""
+    """Keep 1/RANKS of a layer's parameters, and gather the rest when the layer computes."""
     parameters = list(layer.parameters())
     sizes = [p.numel() for p in parameters]
     padding = torch.zeros(-sum(sizes) % RANKS)  # so that all shards are equally large
@@ -37,26 +35,23 @@ def shard(layer):
         dist.all_gather(list(full.chunk(RANKS)), mine.detach())
         SENT.append((RANKS - 1) * mine.nbytes)
 
-    def free(*_):
+    def free():
         full.untyped_storage().resize_(0)
 
     def after_forward(layer, inputs, output):
         free()
-        output.register_hook(gather)  # backward of the layer begins with this gradient
+        output.register_hook(gather)  # the layer's backward begins with this gradient
 
     def reduce(_):
-        if any(p.grad is None for p in parameters):
-            return  # the layer's last gradient is still to come
-        gradients = torch.cat([*(p.grad.flatten() for p in parameters), padding])
-        mine.grad = torch.empty_like(mine)
-        dist.reduce_scatter(mine.grad, list(gradients.chunk(RANKS)))
-        mine.grad /= RANKS  # a mean over all sequences of the batch
-        SENT.append((RANKS - 1) * mine.nbytes)
-        for parameter in parameters:
-            parameter.grad = None
-        free()
+        if all(p.grad is not None for p in parameters):  # the layer's last gradient is there
+            gradients = torch.cat([*(p.grad.flatten() for p in parameters), padding]) / RANKS
+            mine.grad = torch.empty_like(mine)
+            dist.reduce_scatter(mine.grad, list(gradients.chunk(RANKS)))
+            SENT.append((RANKS - 1) * mine.nbytes)
+            layer.zero_grad()
+            free()
 
-    # The layer's parameters become views of `full`, whose memory comes and goes.
+    # The parameters become views of `full`, and stay so while its memory comes and goes.
     for parameter, view in zip(parameters, full.split([*sizes, len(padding)])):
         parameter.data = view.view_as(parameter)
         parameter.register_post_accumulate_grad_hook(reduce)
@@ -67,14 +62,13 @@ def shard(layer):
 
 
 def by_hand(model):
-    return model, torch.optim.AdamW([shard(layer) for layer in model], lr=0.01)
+    return model, torch.optim.AdamW([shard(layer) for layer in model], lr=0.003)
 
 
 def with_pytorch(model):
-    for layer in model:
+    for layer in [*model, model]:
         fully_shard(layer)
-    fully_shard(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.003)
 
 
 # --- A small transformer learns to count, by hand and with PyTorch, step by step ------------------
@@ -106,21 +100,20 @@ runs = by_hand(copy.deepcopy(model)), with_pytorch(model)
 say = print if RANK == 0 else lambda _: None
 say(f"{__doc__}\n| step | by hand | PyTorch | difference |\n| --- | --- | --- | --- |")
 for step in range(1, STEPS + 1):
-    # Each sequence counts from a random start, by a random stride, modulo VOCAB.
-    start, stride = torch.randint(VOCAB, (2, BATCH, 1))
-    tokens = (start + stride * torch.arange(LENGTH + 1)) % VOCAB  # [BATCH, LENGTH + 1]
+    # Each sequence counts up from a random number.
+    tokens = (torch.randint(VOCAB, (BATCH, 1)) + torch.arange(LENGTH + 1)) % VOCAB
     tokens = tokens[RANK::RANKS]  # this rank's sequences
     losses = []
     for model, optimizer in runs:
         optimizer.zero_grad()
-        logits = model(tokens[:, :-1])  # [sequences, LENGTH, VOCAB]
-        loss = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:])
+        logits = model(tokens[:, :-1]).mT  # [sequences, VOCAB, LENGTH]
+        loss = F.cross_entropy(logits, tokens[:, 1:])
         loss.backward()
         optimizer.step()
         dist.all_reduce(loss.detach())
         losses.append(loss.item() / RANKS)
     say("| {} | {:.8f} | {:.8f} | {:.1e} |".format(step, *losses, losses[0] - losses[1]))
-# Gradients and AdamW's two moments are as large as the parameters.
+# Gradients and both AdamW moments are as large as the parameters (of DTensors: as the shards).
 held = [4 * sum(getattr(p, "_local_tensor", p).nbytes for p in o.state) for _, o in runs]
 say("| bytes held by rank 0 | {:,} | {:,} | |".format(*held))
 say(f"| bytes sent by rank 0 per step | {sum(SENT) / STEPS:,.0f} | | |")

@@ -2,18 +2,16 @@
 
     torchrun --standalone --nproc-per-node=2 by_hand/pipeline.py
 
-Each rank is a stage: it has some of the layers, and passes hidden states to the next rank and
-their gradients back. 1F1B (arXiv 2006.09503) runs each backward as soon as it can.
-PyTorch also batches a send with the receive that follows, and knows more schedules: interleaved
-stages, zero bubble.
+Each rank has some of the layers. It sends hidden states to the next rank and gets their gradients
+back. 1F1B (arXiv 2006.09503) runs each backward as soon as it can, to keep few activations.
+PyTorch also has schedules with more stages per rank or a smaller bubble.
 """
 
 import copy
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import distributed as dist, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 dist.init_process_group()  # NCCL for tensors on GPUs, gloo for those in CPU memory
@@ -28,10 +26,6 @@ MICRO_BATCHES = 4
 FIRST, LAST = RANK == 0, RANK == RANKS - 1
 
 
-def loss_of(logits, targets):  # [sequences, LENGTH, VOCAB], [sequences, LENGTH]
-    return F.cross_entropy(logits.transpose(1, 2), targets)
-
-
 def send(x, peer):
     dist.send(x, peer)
     SENT.append(x.nbytes)
@@ -43,59 +37,39 @@ def receive(peer):
     return x.requires_grad_()
 
 
-def stage_of(model):
-    size = -(-len(model) // RANKS)  # rounded up
-    return model[RANK * size : (RANK + 1) * size]
+def by_hand(stage, tokens):
+    """Run one forward and one backward in each slot (1F1B); returns the loss, on the last stage."""
+    micro_batches = tokens.chunk(MICRO_BATCHES)
+    in_flight, total = [], torch.zeros(())
+    lag = RANKS - 1 - RANK  # slots from a micro-batch's forward to its backward
+    x = micro_batches[0][:, :-1] if FIRST else receive(RANK - 1)
+    for slot in range(MICRO_BATCHES + lag):
+        if slot < MICRO_BATCHES:
+            y = stage(x)  # hidden states, or on the last stage logits
+            if LAST:
+                y = F.cross_entropy(y.mT, micro_batches[slot][:, 1:]) / MICRO_BATCHES
+                total += y.detach()
+            else:
+                send(y.detach(), RANK + 1)
+            in_flight.append((x, y))
+        if slot >= lag:
+            x_then, y_then = in_flight.pop(0)
+            y_then.backward(None if LAST else receive(RANK + 1))
+        # NOTE: receive the next input before sending the gradient back. The previous stage sends
+        # before it receives, and if both did, they would wait for each other forever.
+        if slot + 1 < MICRO_BATCHES:
+            x = micro_batches[slot + 1][:, :-1] if FIRST else receive(RANK - 1)
+        if slot >= lag and not FIRST:
+            send(x_then.grad, RANK - 1)
+    return total
 
 
-def by_hand(model):
-    stage = stage_of(model)
-    later = RANKS - 1 - RANK  # stages after this one
-
-    def forward_backward(tokens):
-        micro_batches = tokens.chunk(MICRO_BATCHES)
-        in_flight, total = [], torch.zeros(())
-        x = micro_batches[0][:, :-1] if FIRST else receive(RANK - 1)
-        # In slot i, run the forward of micro-batch i and the backward of an earlier one. There is a
-        # lag of one slot for each later stage.
-        for i in range(MICRO_BATCHES + later):
-            if i < MICRO_BATCHES:
-                y = stage(x)
-                if LAST:
-                    y = loss_of(y, micro_batches[i][:, 1:]) / MICRO_BATCHES
-                    total += y.detach()
-                else:
-                    send(y.detach(), RANK + 1)
-                in_flight.append((x, y))
-            if i >= later:
-                x_then, y_then = in_flight.pop(0)
-                y_then.backward(None if LAST else receive(RANK + 1))
-            # NOTE: receive before sending back. Two ranks that both send wait forever.
-            if i + 1 < MICRO_BATCHES:
-                x = micro_batches[i + 1][:, :-1] if FIRST else receive(RANK - 1)
-            if i >= later and not FIRST:
-                send(x_then.grad, RANK - 1)
-        return total
-
-    return forward_backward, torch.optim.AdamW(stage.parameters(), lr=0.01)
-
-
-def with_pytorch(model):
-    stage = stage_of(model)
-    device = torch.get_default_device()
-    schedule = Schedule1F1B(
-        PipelineStage(stage, RANK, RANKS, device), MICRO_BATCHES, loss_fn=loss_of
-    )
-
-    def forward_backward(tokens):
-        losses = []
-        inputs = (tokens[:, :-1],) if FIRST else ()
-        schedule.step(
-            *inputs, target=tokens[:, 1:] if LAST else None, losses=losses if LAST else None
-        )
-        return torch.stack(losses).mean() if LAST else torch.zeros(())
-
-    return forward_backward, torch.optim.AdamW(stage.parameters(), lr=0.01)
+def with_pytorch(stage, tokens):
+    pipeline = PipelineStage(stage, RANK, RANKS, torch.get_default_device())
+    schedule = Schedule1F1B(pipeline, MICRO_BATCHES, lambda y, t: F.cross_entropy(y.mT, t))
+    inputs, losses = [tokens[:, :-1]] if FIRST else [], []
+    schedule.step(*inputs, target=tokens[:, 1:], losses=losses)
+    return sum(losses, torch.zeros(())) / MICRO_BATCHES
 
 
 # --- A small transformer learns to count, by hand and with PyTorch, step by step ------------------
@@ -123,23 +97,24 @@ class Block(nn.Module):
 torch.manual_seed(0)  # all ranks start from the same weights and draw the same batches
 blocks = [Block() for _ in range(BLOCKS)]
 model = nn.Sequential(nn.Embedding(VOCAB, WIDTH), *blocks, nn.Linear(WIDTH, VOCAB, bias=False))
-runs = by_hand(copy.deepcopy(model)), with_pytorch(model)
+stage = model[len(model) * RANK // RANKS : len(model) * (RANK + 1) // RANKS]
+runs = [(step, copy.deepcopy(stage)) for step in (by_hand, with_pytorch)]
+runs = [(step, stage, torch.optim.AdamW(stage.parameters(), lr=0.003)) for step, stage in runs]
 say = print if RANK == 0 else lambda _: None
 say(f"{__doc__}\n| step | by hand | PyTorch | difference |\n| --- | --- | --- | --- |")
 for step in range(1, STEPS + 1):
-    # Each sequence counts from a random start, by a random stride, modulo VOCAB.
-    start, stride = torch.randint(VOCAB, (2, BATCH, 1))
-    tokens = (start + stride * torch.arange(LENGTH + 1)) % VOCAB  # [BATCH, LENGTH + 1]
+    # Each sequence counts up from a random number.
+    tokens = (torch.randint(VOCAB, (BATCH, 1)) + torch.arange(LENGTH + 1)) % VOCAB
     losses = []
-    for model, optimizer in runs:
+    for run, stage, optimizer in runs:
         optimizer.zero_grad()
-        loss = model(tokens)
+        loss = run(stage, tokens)
         optimizer.step()
         dist.all_reduce(loss)  # only the last stage has it
         losses.append(loss.item())
     say("| {} | {:.8f} | {:.8f} | {:.1e} |".format(step, *losses, losses[0] - losses[1]))
-# Gradients and AdamW's two moments are as large as the parameters.
-held = [4 * sum(getattr(p, "_local_tensor", p).nbytes for p in o.state) for _, o in runs]
+# Gradients and both AdamW moments are as large as the parameters (of DTensors: as the shards).
+held = [4 * sum(getattr(p, "_local_tensor", p).nbytes for p in o.state) for _, _, o in runs]
 say("| bytes held by rank 0 | {:,} | {:,} | |".format(*held))
 say(f"| bytes sent by rank 0 per step | {sum(SENT) / STEPS:,.0f} | | |")
 dist.destroy_process_group()

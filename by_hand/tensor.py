@@ -4,18 +4,18 @@
 
 The ranks compute each block together, on the same batch. Each has some of the heads and a part of
 the feed-forward (Megatron-LM, arXiv 1909.08053). Embedding and head are on every rank.
-PyTorch's parameters are DTensors, which know their full shape, so that checkpoints, gradient norms
-and FSDP on top work as usual.
+
+PyTorch's parameters are DTensors, which know their full shape. Checkpoints, gradient norms and
+FSDP build on that.
 """
 
 import copy
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import distributed as dist, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor import parallel as tp
 
 dist.init_process_group()  # NCCL for tensors on GPUs, gloo for those in CPU memory
 RANK, RANKS = dist.get_rank(), dist.get_world_size()
@@ -48,25 +48,24 @@ def all_reduce(x):
 def by_hand(model):
     for block in model[1:-1]:
         for column, row in ((block.qkv, block.out), (block.up, block.down)):
-            # Column-parallel: this rank computes some of the outputs, from all inputs.
+            # Column-parallel: this rank computes some of the outputs. Other outputs depend on x
+            # too, so its gradient is a sum over the ranks.
             column.weight = nn.Parameter(column.weight.detach().chunk(RANKS, dim=0)[RANK].clone())
             column.register_forward_pre_hook(
-                lambda _, inputs: Communicate.apply(*inputs, torch.clone, all_reduce)
+                lambda _, x: Communicate.apply(*x, torch.clone, all_reduce)
             )
-            # Row-parallel: it has a part of the inputs, so its outputs are partial sums.
+            # Row-parallel: this rank has some of the inputs, so its outputs are partial sums.
             row.weight = nn.Parameter(row.weight.detach().chunk(RANKS, dim=1)[RANK].clone())
-            row.register_forward_hook(
-                lambda _, inputs, output: Communicate.apply(output, all_reduce, torch.clone)
-            )
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+            row.register_forward_hook(lambda _, x, y: Communicate.apply(y, all_reduce, torch.clone))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.003)
 
 
 def with_pytorch(model):
     mesh = init_device_mesh(torch.get_default_device().type, (RANKS,))
-    column, row = ColwiseParallel(), RowwiseParallel()
-    for block in model[1:-1]:
-        parallelize_module(block, mesh, {"qkv": column, "out": row, "up": column, "down": row})
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+    column, row = tp.ColwiseParallel(), tp.RowwiseParallel()
+    plan = {"*.qkv": column, "*.out": row, "*.up": column, "*.down": row}
+    tp.parallelize_module(model, mesh, plan)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.003)
 
 
 # --- A small transformer learns to count, by hand and with PyTorch, step by step ------------------
@@ -98,20 +97,19 @@ runs = by_hand(copy.deepcopy(model)), with_pytorch(model)
 say = print if RANK == 0 else lambda _: None
 say(f"{__doc__}\n| step | by hand | PyTorch | difference |\n| --- | --- | --- | --- |")
 for step in range(1, STEPS + 1):
-    # Each sequence counts from a random start, by a random stride, modulo VOCAB.
-    start, stride = torch.randint(VOCAB, (2, BATCH, 1))
-    tokens = (start + stride * torch.arange(LENGTH + 1)) % VOCAB  # [BATCH, LENGTH + 1]
+    # Each sequence counts up from a random number.
+    tokens = (torch.randint(VOCAB, (BATCH, 1)) + torch.arange(LENGTH + 1)) % VOCAB
     losses = []
     for model, optimizer in runs:
         optimizer.zero_grad()
-        logits = model(tokens[:, :-1])  # [sequences, LENGTH, VOCAB]
-        loss = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:])
+        logits = model(tokens[:, :-1]).mT  # [sequences, VOCAB, LENGTH]
+        loss = F.cross_entropy(logits, tokens[:, 1:])
         loss.backward()
         optimizer.step()
         dist.all_reduce(loss.detach())
         losses.append(loss.item() / RANKS)
     say("| {} | {:.8f} | {:.8f} | {:.1e} |".format(step, *losses, losses[0] - losses[1]))
-# Gradients and AdamW's two moments are as large as the parameters.
+# Gradients and both AdamW moments are as large as the parameters (of DTensors: as the shards).
 held = [4 * sum(getattr(p, "_local_tensor", p).nbytes for p in o.state) for _, o in runs]
 say("| bytes held by rank 0 | {:,} | {:,} | |".format(*held))
 say(f"| bytes sent by rank 0 per step | {sum(SENT) / STEPS:,.0f} | | |")
