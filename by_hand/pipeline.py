@@ -8,6 +8,7 @@ PyTorch also has schedules with more stages per rank or a smaller bubble.
 """
 
 import copy
+import os
 
 import torch
 import torch.nn.functional as F
@@ -55,8 +56,7 @@ def by_hand(stage, tokens):
         if slot >= lag:
             x_then, y_then = in_flight.pop(0)
             y_then.backward(None if LAST else receive(RANK + 1))
-        # NOTE: receive the next input before sending the gradient back. The previous stage sends
-        # before it receives, and if both did, they would wait for each other forever.
+        # NOTE: the previous stage sends first. If this one did too, both would wait forever.
         if slot + 1 < MICRO_BATCHES:
             x = micro_batches[slot + 1][:, :-1] if FIRST else receive(RANK - 1)
         if slot >= lag and not FIRST:
@@ -100,7 +100,7 @@ model = nn.Sequential(nn.Embedding(VOCAB, WIDTH), *blocks, nn.Linear(WIDTH, VOCA
 stage = model[len(model) * RANK // RANKS : len(model) * (RANK + 1) // RANKS]
 runs = [(step, copy.deepcopy(stage)) for step in (by_hand, with_pytorch)]
 runs = [(step, stage, torch.optim.AdamW(stage.parameters(), lr=0.003)) for step, stage in runs]
-say = print if RANK == 0 else lambda _: None
+say = print if RANK == 0 else lambda *_, **__: None
 say(f"{__doc__}\n| step | by hand | PyTorch | difference |\n| --- | --- | --- | --- |")
 for step in range(1, STEPS + 1):
     # Each sequence counts up from a random number.
@@ -116,5 +116,5 @@ for step in range(1, STEPS + 1):
 # Gradients and both AdamW moments are as large as the parameters (of DTensors: as the shards).
 held = [4 * sum(getattr(p, "_local_tensor", p).nbytes for p in o.state) for _, _, o in runs]
 say("| bytes held by rank 0 | {:,} | {:,} | |".format(*held))
-say(f"| bytes sent by rank 0 per step | {sum(SENT) / STEPS:,.0f} | | |")
-dist.destroy_process_group()
+say(f"| bytes sent by rank 0 per step | {sum(SENT) / STEPS:,.0f} | | |", flush=True)
+os._exit(0)  # skip the regular exit, in which gloo's threads can abort
