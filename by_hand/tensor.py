@@ -64,8 +64,9 @@ def by_hand(model):
 def with_pytorch(model):
     mesh = init_device_mesh(torch.get_default_device().type, (RANKS,))
     column, row = tp.ColwiseParallel(), tp.RowwiseParallel()
-    plan = {"*.qkv": column, "*.out": row, "*.up": column, "*.down": row}
-    tp.parallelize_module(model, mesh, plan)
+    plan = {"qkv": column, "out": row, "up": column, "down": row}
+    for block in model[1:-1]:
+        tp.parallelize_module(block, mesh, plan)
     return model, torch.optim.AdamW(model.parameters(), lr=0.003)
 
 
