@@ -272,6 +272,20 @@ def chapters() -> dict[str, str]:
     return dict(re.findall(r"\((\w+\.py)\), [\d,]+ lines, \[page\]\(docs/(\w+)\.md\)", README))
 
 
+def test_symbols_of_formulas_are_explained_once():
+    [symbols] = re.findall(r"## Symbols\n(.*?)\n## ", TEXT["break_even.md"], re.DOTALL)
+    explained = re.findall(r"(?m)^\| ([A-Za-z, ]+) \|", symbols)
+    names = [name for cell in explained for name in cell.split(", ")]
+    assert len(names) == len({*names}) > 15
+    chapter_table, traffic_table = (
+        re.search(rf"<!-- begin {part} -->(.*?)<!-- end", TEXT[page], re.DOTALL)[1]
+        for part, page in (("chapters", "README.md"), ("traffic", "scale.md"))
+    )
+    formulas = re.sub(r"\w*[A-Z]{2,}[A-Z0-9]+\w*|\[.*?\]|`.*?`", "", chapter_table + traffic_table)
+    used = {*re.findall(r"(?<![A-Za-z])[A-Z](?![a-zA-Z]| is)", formulas)}
+    assert used <= {*names} and {*"NPGAQK"} <= used, used - {*names}
+
+
 def test_every_script_has_a_page():
     assert sorted(chapters()) == sorted(ALL_SCRIPTS)
 
