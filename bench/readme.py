@@ -16,6 +16,7 @@ A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of
     sampling                         what sampling takes beside training (bench/strategies.py)
     bubble                           what stages wait, of docs/bubble.json
     rows                             what becomes of rows of conversations (bench/rows.py)
+    break_even                       compute or network, by formula (bench/break_even.py)
     diffs                            from fsdp2_pretrain.py to each script (bench/diffs.py)
     pretraining, fine-tuning, steps  speed beside bare loops and libraries, of docs/compare.json
 """
@@ -28,6 +29,7 @@ import re
 import textwrap
 from collections.abc import Callable
 
+import break_even
 import bubble
 import compare
 import diffs
@@ -93,6 +95,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "rows": rows.rows_table,
         "sampling": strategies.sampling_table,
         "diffs": diffs.diffs,
+        "break_even": break_even.table,
         "steps": lambda: compare.steps_table(compared),
     }
     for work in ("pretraining", "fine-tuning"):

@@ -78,7 +78,7 @@ def test_flags_of_the_pages_are_accepted(command, monkeypatch):
 OTHERS = """nnodes nproc-per-node max-restarts shutdown-timeout rdzv-backend rdzv-id rdzv-endpoint
     standalone help nonblocking pid signal cpus-per-task ntasks-per-node gpus-per-node nodes
     requeue ranks vocabulary memory_gib link_gbps tflops no-build-isolation turns only
-    check""".split()
+    check model_args tasks batch_size""".split()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -270,6 +270,20 @@ def test_dry_run_prints_what_the_page_on_scale_shows():
 def chapters() -> dict[str, str]:
     """Return script -> page, as the README's table of chapters pairs them."""
     return dict(re.findall(r"\((\w+\.py)\), [\d,]+ lines, \[page\]\(docs/(\w+)\.md\)", README))
+
+
+def test_symbols_of_formulas_are_explained_once():
+    [symbols] = re.findall(r"## Symbols\n(.*?)\n## ", TEXT["break_even.md"], re.DOTALL)
+    explained = re.findall(r"(?m)^\| ([A-Za-z, ]+) \|", symbols)
+    names = [name for cell in explained for name in cell.split(", ")]
+    assert len(names) == len({*names}) > 15
+    chapter_table, traffic_table = (
+        re.search(rf"<!-- begin {part} -->(.*?)<!-- end", TEXT[page], re.DOTALL)[1]
+        for part, page in (("chapters", "README.md"), ("traffic", "scale.md"))
+    )
+    formulas = re.sub(r"\w*[A-Z]{2,}[A-Z0-9]+\w*|\[.*?\]|`.*?`", "", chapter_table + traffic_table)
+    used = {*re.findall(r"(?<![A-Za-z])[A-Z](?![a-zA-Z]| is)", formulas)}
+    assert used <= {*names} and {*"NPGAQK"} <= used, used - {*names}
 
 
 def test_every_script_has_a_page():
