@@ -122,8 +122,7 @@ class Config(common.Flags):
     )
     base_precision: Literal["auto", "fp32", "bf16", "nf4"] = flag(
         "auto",
-        "how the frozen base is kept; auto: as --precision. nf4: layers with adapters in 4 bits "
-        "per weight, the rest in bf16",
+        "how the base is kept; auto: as --precision; nf4: adapted layers in 4 bits, the rest bf16",
     )
 
     # data
@@ -346,8 +345,9 @@ class LoraLinear(nn.Linear):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.is_quantized:
-            values = self.values.to(inputs.dtype)
-            outputs = QuantizedLinear.apply(inputs, self.weight, self.bias, values)
+            outputs = QuantizedLinear.apply(
+                inputs, self.weight, self.bias, self.values.to(inputs.dtype)
+            )
         else:
             outputs = super().forward(inputs)
         return outputs + self.scale * self.lora_B(self.lora_A(inputs))
@@ -454,7 +454,9 @@ def adapters_of(model: nn.Module) -> nn.Module:
             *path, last = name.split(".")
             module = adapters
             for part in path:
-                module = module._modules.setdefault(part, nn.Module())
+                if not hasattr(module, part):
+                    module.add_module(part, nn.Module())
+                module = getattr(module, part)
             module.register_parameter(last, parameter)
     return adapters
 
@@ -462,8 +464,8 @@ def adapters_of(model: nn.Module) -> nn.Module:
 def identify_base(config: Config) -> None:
     """Set `config.base`, a hash of the base, which a run records and a resumed run must share.
 
-    It covers the config, and of each file of weights its size and last MiB. To read all of a large
-    model would take minutes.
+    It covers the config, and of each file of weights its size and last million bytes. To read
+    all of a large model would take minutes.
     """
     if config.init_from is None:
         common.refuse("--init_from is missing: adapters change a pretrained model")
@@ -474,13 +476,13 @@ def identify_base(config: Config) -> None:
     with common.refusing(f"--init_from {directory}"):
         for path in sorted([*directory.glob("config.json"), *directory.glob("*.safetensors")]):
             content = np.memmap(path, mode="r")
-            facts += [path.name, len(content), zlib.crc32(content[-(2**20) :])]
+            facts += [path.name, len(content), zlib.crc32(content[-1_000_000:])]
     config.base = common.fingerprint(facts)
 
 
 def write_adapter(run: common.Run, adapters: dict) -> None:
     """Write adapter/, the adapters and the tokenizer as PEFT and AutoTokenizer load them."""
-    config, temporary = run.config, run.directory / ".adapter.tmp"
+    temporary = run.directory / ".adapter.tmp"
     with common.refusing(f"cannot write {temporary} ({run.checkpoints.last} is complete)"):
         common.save_tokenizer(run.tokenizer, temporary)
         description = {
@@ -488,10 +490,10 @@ def write_adapter(run: common.Run, adapters: dict) -> None:
             "task_type": "CAUSAL_LM",
             # In the hub's cache: .../models--OWNER--NAME/snapshots/COMMIT
             "base_model_name_or_path": re.sub(
-                "^.*/models--(.+?)--(.+?)/.*", r"\1/\2", config.init_from
+                "^.*/models--(.+?)--(.+?)/.*", r"\1/\2", run.config.init_from
             ),
-            "r": config.rank,
-            "lora_alpha": config.alpha,
+            "r": run.config.rank,
+            "lora_alpha": run.config.alpha,
             # All names, so that PEFT adapts exactly these layers. By their kind (q_proj), or by
             # "all-linear", it could find others.
             "target_modules": [name[: -len(A)] for name in adapters if name.endswith(A)],
@@ -636,8 +638,12 @@ def load_weights(model: nn.Module, directory: str) -> None:
     reader = HuggingFaceStorageReader(directory)
     for name, module in quantized.items():
         codes = module.weight
-        sharding = {"device_mesh": codes.device_mesh, "placements": codes.placements}
-        rows = empty_dtensor(module.out_features, module.in_features, **sharding)
+        rows = empty_dtensor(
+            module.out_features,
+            module.in_features,
+            device_mesh=codes.device_mesh,
+            placements=codes.placements,
+        )
         with common.refusing(f"--init_from {directory}"):
             dcp.load({name: rows}, storage_reader=reader)
         codes.to_local().copy_(quantize(rows.to_local()))
