@@ -80,10 +80,11 @@ def train(flags: dict) -> dict:
     adapters = script.adapters_of(model)
     seen["before"] = {name: full(p) for name, p in adapters.named_parameters()}
     seen["rows"] = [p.to_local().shape[0] for p in adapters.parameters()]
-    forward, script.LoraLinear.forward = script.LoraLinear.forward, without_adapters
-    seen["base"] = script.evaluate(model, validation, config, CPU)
-    script.LoraLinear.forward = forward
-    seen["start"] = script.evaluate(model, validation, config, CPU)
+    seen["start"] = seen["base"] = script.evaluate(model, validation, config, CPU)
+    if not config.compile:  # graphs would keep the forward that they were made of
+        forward, script.LoraLinear.forward = script.LoraLinear.forward, without_adapters
+        seen["base"] = script.evaluate(model, validation, config, CPU)
+        script.LoraLinear.forward = forward
     accumulation = config.global_batch_tokens // config.micro_batch_tokens
     share = script.dp_rank_and_size(config)
     for batch in training.stream(0, config.steps, accumulation, *share):
