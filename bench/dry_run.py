@@ -352,7 +352,7 @@ class Report:
     peak: dict[str, int]
     calls: list[collectives.Collective]
     flops: int
-    root: list[torch.Size]  # shapes of the parameters in the root's FSDP unit
+    root: list[torch.Size]  # shapes of the parameters outside the blocks
     experts: list[torch.Size]  # shapes of the experts' parameters, [experts, ...]
     exchanged: int  # numbers in the matrices that Muon exchanges
     frozen: list["Frozen"]  # parameters beside adapters, if there are adapters
@@ -474,9 +474,7 @@ def dry_run(script: Any, config: Any, vocabulary: int, watch: Watch | None = Non
     # A stage of a pipeline has some of the blocks, and of the rest what it needs.
     part = model if hasattr(config, "pipeline_parallel") else full
     lists = (module for module in part.modules() if isinstance(module, torch.nn.ModuleList))
-    elsewhere_sharded = set(next(lists).parameters())
-    if has_embedding_unit(script, config, shape):
-        elsewhere_sharded.add(part.get_input_embeddings().weight)
+    in_blocks = set(next(lists).parameters())
     return Report(
         rank=int(os.environ["RANK"]),
         ranks=int(os.environ["WORLD_SIZE"]),
@@ -490,19 +488,13 @@ def dry_run(script: Any, config: Any, vocabulary: int, watch: Watch | None = Non
         peak=watch.peak,
         calls=watch.calls,
         flops=watch.flops,
-        root=[p.shape for p in part.parameters() if p not in elsewhere_sharded],
+        root=[p.shape for p in part.parameters() if p not in in_blocks],
         experts=[p.shape for p in full.parameters() if p.ndim == 3],
         exchanged=sum(p.numel() for p in exchanged),
         frozen=frozen,
         adapters=adapters,
         shape=shape,
     )
-
-
-def has_embedding_unit(script: Any, config: Any, shape: Any) -> bool:
-    """Return whether FSDP shards the embedding on its own: under FSDP2, if it is not tied."""
-    fsdp2 = hasattr(script, "fully_shard") and not hasattr(config, "pipeline_parallel")
-    return fsdp2 and not shape.tie_word_embeddings
 
 
 # --- What to say about it -------------------------------------------------------------------------
@@ -683,7 +675,7 @@ def closed_form_of(report: Report, script: Any, config: Any) -> tuple[float, str
     """Return the closed form in bytes, its formula, and what to add to it: reason -> bytes.
 
     The root (last norm, head and a tied embedding) stays unsharded between forward and backward,
-    so it is gathered once, not twice.
+    so it is gathered once, not twice. Backward does not need an untied embedding.
     """
     if report.adapters:
         return form_with_adapters(report, config)

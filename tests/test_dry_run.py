@@ -263,7 +263,8 @@ def test_closed_forms(two_blocks, name, mode, ranks):
     expected, _, parts = dry_run.closed_form_of(report, script, config)
     assert abs(report.sent - expected - sum(parts.values())) < 2000
     more = {why: share / expected for why, share in parts.items()}
-    assert all(-0.1 < share < 0.05 for why, share in more.items() if "root" in why)
+    lowest = -0.2 if "untied" in mode else -0.1  # of so small a model
+    assert all(lowest < share < 0.05 for why, share in more.items() if "root" in why)
     small = ranks < 1024  # fewer ranks than rows of a matrix
     assert all(share < 0.05 for why, share in more.items() if "equal size" in why and small)
 
