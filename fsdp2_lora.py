@@ -23,6 +23,9 @@ and adapters as they are all-gathered. That is twice per micro-batch, because th
 activations need the frozen weights too. (The root is gathered once.) Only the gradients of the
 adapters are reduced, so prefer few large micro-batches.
 
+NOTE: `mfu` in metrics.jsonl counts FLOPs as if all parameters were trained. A frozen matrix needs
+two thirds of them.
+
 LoRA is described in arXiv 2106.09685, NF4 in arXiv 2305.14314, ZeRO-3 in arXiv 1910.02054.
 """
 

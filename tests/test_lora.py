@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -293,6 +296,39 @@ def test_a_quantized_layer_multiplies_by_the_dequantized_matrix():
     assert torch.equal(outputs, torch.nn.functional.linear(inputs, matrix, bias))
     assert torch.equal(inputs.grad, gradient @ matrix)
     assert sum(tensor.nbytes for tensor in kept) < 0.6 * matrix.numel()
+
+
+BITSANDBYTES = """
+import sys
+import torch
+from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+weight = torch.load(sys.argv[1])
+codes, state = quantize_4bit(weight, blocksize=64, quant_type="nf4", compress_statistics=False)
+torch.save([codes.flatten(), dequantize_4bit(codes, state), state.code.float()], sys.argv[2])
+"""
+
+
+@pytest.mark.drill
+def test_codes_are_those_of_bitsandbytes(tmp_path):
+    """It rounds no scales, so a few codes at the border between two values differ."""
+    packages, weight = tmp_path / "packages", 0.02 * torch.randn(1024, 1024)
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", packages]
+    if subprocess.run([*pip, "bitsandbytes==0.50.*"], capture_output=True).returncode:
+        pytest.skip("bitsandbytes cannot be installed here")
+    torch.save(weight, tmp_path / "weight.pt")
+    command = [sys.executable, "-c", BITSANDBYTES, tmp_path / "weight.pt", tmp_path / "found.pt"]
+    subprocess.run(command, env=os.environ | {"PYTHONPATH": str(packages)}, check=True)
+    pairs, theirs, values = torch.load(tmp_path / "found.pt")
+    assert torch.equal(values[:16], script.nf4_values(weight.device))
+    codes = script.quantize(weight)
+    ours = script.dequantize(codes, values[:16])
+    own_pairs = codes.unflatten(1, (-1, 34))[..., :32].flatten()
+    # A byte holds two codes.
+    equal = ((own_pairs >> 4 == pairs >> 4).sum() + (own_pairs % 16 == pairs % 16).sum()).item()
+    assert equal / weight.numel() > 0.995
+    errors = [((each - weight).norm() / weight.norm()).item() for each in (ours, theirs)]
+    assert errors[0] == pytest.approx(errors[1], rel=5e-3) and 0.09 < errors[0] < 0.095
 
 
 # --- What is adapted, and what is refused ---------------------------------------------------------
