@@ -371,7 +371,7 @@ BLOCK = 64
 
 def nf4_values(device: torch.device) -> torch.Tensor:
     """Return the values that the codes 0 to 15 stand for, fp32."""
-    return torch.tensor([float(word) for word in NF4.split()], device=device)
+    return torch.tensor([float(word) for word in NF4.split()]).to(device)
 
 
 def quantize(weight: torch.Tensor) -> torch.Tensor:

@@ -33,6 +33,7 @@ RUNS["experts bucketed"] = EXPERTS, {"batching": "bucketed", "model": "tiny-moe"
 RUNS["fsdp2_cp_pretrain.py ring"] = "fsdp2_cp_pretrain.py", {"context_attention": "ring"}
 for name in ("fsdp2_pretrain.py", "fsdp2_sft.py", "fsdp2_grpo.py"):
     RUNS[f"{name} packed"] = name, {"batching": "packed"}
+RUNS["fsdp2_lora.py nf4"] = "fsdp2_lora.py", {"base_precision": "nf4"}
 SHORT = list(RUNS)  # the others are for the drills
 for name in ("ddp_pretrain.py", "fsdp1_pretrain.py", *INSIDE):
     RUNS[f"{name} packed"] = name, {"batching": "packed"}
