@@ -57,7 +57,7 @@ def flags() -> str:
     scripts = ["fsdp2_pretrain", "fsdp1_pretrain", "ddp_pretrain", "fsdp2_muon_pretrain"]
     scripts += ["fsdp2_tp_pretrain", "fsdp2_cp_pretrain", "fsdp2_pp_pretrain"]
     scripts += ["fsdp2_ep_pretrain", "fsdp2_nd_pretrain"]
-    scripts += ["fsdp2_sft", "fsdp2_grpo"]
+    scripts += ["fsdp2_sft", "fsdp2_lora", "fsdp2_grpo"]
     configs = {script: importlib.import_module(script).Config for script in scripts}
     fields = {
         script: {f.name: f for f in dataclasses.fields(configs[script])} for script in scripts

@@ -20,6 +20,7 @@ BUDGETS = {
     "fsdp2_ep_pretrain.py": 5100,
     "fsdp2_nd_pretrain.py": 6000,
     "fsdp2_sft.py": 5000,
+    "fsdp2_lora.py": 6400,
     "fsdp2_grpo.py": 7500,
     "chat.py": 1500,
     "common.py": 7800,
@@ -32,6 +33,7 @@ REST = ["Model", "Optimizer and schedule", "Training and validation", "Main"]
 SECTIONS = {
     **dict.fromkeys(PRETRAINING, ["Config", "Strategy", SAME_FROM_HERE, *REST]),
     "fsdp2_sft.py": ["Config", "Conversations", "Strategy", *REST],
+    "fsdp2_lora.py": ["Config", "Conversations", "Adapters", "Strategy", *REST],
     "fsdp2_grpo.py": [
         "Config",
         "Conversations",

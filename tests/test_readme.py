@@ -25,7 +25,7 @@ import common
 import fsdp2_grpo
 
 ALL_SCRIPTS = [*SCRIPTS, MUON, *INSIDE, EXPERTS, "fsdp2_nd_pretrain.py"]
-ALL_SCRIPTS += ["fsdp2_sft.py", "fsdp2_grpo.py"]
+ALL_SCRIPTS += ["fsdp2_sft.py", "fsdp2_lora.py", "fsdp2_grpo.py"]
 # All are imported before one is parsed, because HfArgumentParser changes the types of the fields
 # that the scripts inherit.
 CONFIGS = {script: importlib.import_module(script[:-3]).Config for script in ALL_SCRIPTS}
