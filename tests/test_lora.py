@@ -391,7 +391,7 @@ def test_a_base_is_known_by_its_files(bases, tmp_path):
     assert base_of(tmp_path / "copy") == one
     weights = load_file(tmp_path / "copy/model.safetensors")
     weights["model.norm.weight"] += 1e-3
-    save_file(weights, tmp_path / "copy/model.safetensors")
+    save_file(weights, tmp_path / "copy/model.safetensors", metadata={"format": "pt"})
     assert base_of(tmp_path / "copy") != one
     (tmp_path / "copy/model.safetensors").write_bytes(b"")
     assert refused(base_of, tmp_path / "copy").startswith("--init_from ")
