@@ -14,7 +14,8 @@ parameters before its forward and another one before its backward, 2P(N-1)/N in 
 reduce-scatter of its gradients after its backward, P(N-1)/N. That is 1.5 times DDP's volume (equal
 to it in bf16, which halves the all-gathers). Most of it overlaps with the compute of the
 neighboring blocks. With gradient accumulation, each micro-batch all-gathers and reduce-scatters
-again, so that a rank keeps no more than its shard of the gradients.
+again, so that a rank keeps no more than its shard of the gradients. In bf16 that is so whatever
+--reduce_every_micro_batch says, because FSDP1 would accumulate unsharded gradients in bf16.
 
 The idea is ZeRO-3 (arXiv 1910.02054). PyTorch FSDP is described in arXiv 2304.11277.
 """
@@ -52,7 +53,7 @@ from common import flag
 
 NEXT_COMMAND = "torchrun --standalone --nproc-per-node=2 fsdp2_pretrain.py"
 # The default peak learning rate of a model with fewer than 10 million parameters.
-SMALL_MODEL_PEAK = 5e-3
+SMALL_MODEL_PEAK = 3e-3
 # The architectures that --model knows by name.
 SHAPES = {
     "tiny": {
@@ -99,7 +100,7 @@ class Config(common.Flags):
     )
     learning_rate: PositiveFloat | None = flag(
         None,
-        "peak learning rate of AdamW. The default depends on the model: 5e-3 with fewer than 10 "
+        "peak learning rate of AdamW. The default depends on the model: 3e-3 with fewer than 10 "
         "million parameters, otherwise 3e-4; a tenth of that with --init_from",
     )
     min_learning_rate: NonNegativeFloat | None = flag(
@@ -139,7 +140,7 @@ class Config(common.Flags):
     reduce_every_micro_batch: bool = flag(
         True,
         "reduce-scatter gradients in every micro-batch. false: once per step, which needs memory "
-        "for a full set of gradients",
+        "for a full set of gradients, and has no effect in bf16",
     )
 
     def __post_init__(self) -> None:
@@ -371,7 +372,7 @@ def forward_with_loss(
     output = self.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs)
     hidden = output.last_hidden_state.flatten(0, 1)  # [tokens, hidden size]
     head = self.get_output_embeddings()
-    labels = labels.flatten()
+    labels = labels.flatten()  # [tokens]
     if len(labels) <= CHUNK_TOKENS:
         return loss(hidden, head.weight, head.bias, labels)
     total = torch.zeros((), device=hidden.device)
@@ -430,7 +431,7 @@ def document_attention(
         window_size=(-1, 0),  # all tokens before, none after
         enable_gqa=True,
     )
-    return output[None], None
+    return output[None], None  # [1, length, heads, head size]
 
 
 @torch.compiler.disable  # document lengths differ in every micro-batch
@@ -449,7 +450,7 @@ def attend_one_by_one(
         )
         for document in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
     ]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()  # [1, length, heads, size]
 
 
 def transformer_blocks(model: nn.Module) -> nn.ModuleList:
@@ -668,7 +669,8 @@ def main() -> None:
     # The step number is the position in the data, so a resumed run needs no other data state.
     for batch in training.stream(progress["step"], config.steps, accumulation, rank, size):
         step = batch.step
-        torch.manual_seed(config.seed + step * run.world_size + run.rank)  # for dropout
+        # For dropout.
+        torch.manual_seed(zlib.crc32(f"{config.seed} {step} {run.rank}".encode()))
         learning_rate = learning_rate_at(step, config)
         measured = train_step(model, optimizer, batch, learning_rate, config, device)
         progress = {"step": step, "tokens": progress["tokens"] + batch.num_targets}

@@ -327,8 +327,8 @@ def leave_out_long(documents: common.Sequences, config: Config) -> common.Sequen
 class Answer(NamedTuple):
     """A sampled answer. Its last token ends the turn, unless it reached --answer_length."""
 
-    prompt: np.ndarray  # uint32, token ids
-    reference: np.ndarray  # uint32
+    prompt: np.ndarray  # int64, token ids
+    reference: np.ndarray  # int64
     tokens: np.ndarray  # uint32
     log_probs: np.ndarray  # float32 [tokens], from sampling
     reward: float = 0.0
@@ -681,8 +681,12 @@ def policy_loss(
 def divergence(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch.Tensor:
     """Return values whose mean over tokens sampled from a distribution is its KL to the other.
 
-    They are never negative, and vary less than differences of log-probabilities (Schulman 2020,
-    Approximating KL Divergence). As a loss, their mean gradient is that of the reverse KL.
+    This is the estimator k3 of Schulman (2020, Approximating KL Divergence). It is never negative,
+    and it varies less than a difference of log-probabilities.
+
+    NOTE: as a loss it does not minimize KL(model || reference), which is its mean. For tokens that
+    the model has just sampled, its mean gradient is that of KL(reference || model) (arXiv
+    2506.09477). Both are 0 only if the two distributions are equal.
     """
     log_ratio = other_log_probs - log_probs
     return log_ratio.exp() - 1 - log_ratio
@@ -981,7 +985,7 @@ def forward_with_log_probs(
     if labels is None:
         return head(output.last_hidden_state[:, -1]).float()
     hidden = output.last_hidden_state.flatten(0, 1)[target_positions]  # [targets, hidden size]
-    labels = labels.flatten()[target_positions]
+    labels = labels.flatten()[target_positions]  # [targets]
     if len(labels) <= CHUNK_TOKENS:
         return log_probs(hidden, head.weight, head.bias, labels)
     return torch.cat(
@@ -1041,7 +1045,7 @@ def document_attention(
         window_size=(-1, 0),  # all tokens before, none after
         enable_gqa=True,
     )
-    return output[None], None
+    return output[None], None  # [1, length, heads, head size]
 
 
 @torch.compiler.disable  # document lengths differ in every micro-batch
@@ -1060,7 +1064,7 @@ def attend_one_by_one(
         )
         for document in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
     ]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()  # [1, length, heads, size]
 
 
 def transformer_blocks(model: nn.Module) -> nn.ModuleList:

@@ -68,7 +68,7 @@ from common import flag
 
 NEXT_COMMAND = "torchrun --standalone --nproc-per-node=2 fsdp2_sft.py --init_from {run_dir}"
 # The default peak learning rate of a model with fewer than 10 million parameters.
-SMALL_MODEL_PEAK = 5e-3
+SMALL_MODEL_PEAK = 3e-3
 # The architectures that --model knows by name.
 SHAPES = {
     "tiny": {
@@ -115,7 +115,7 @@ class Config(common.Flags):
     )
     learning_rate: PositiveFloat | None = flag(
         None,
-        "peak learning rate of AdamW. The default depends on the model: 5e-3 with fewer than 10 "
+        "peak learning rate of AdamW. The default depends on the model: 3e-3 with fewer than 10 "
         "million parameters, otherwise 3e-4; a tenth of that with --init_from",
     )
     min_learning_rate: NonNegativeFloat | None = flag(
@@ -572,7 +572,7 @@ def exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     [sequences, length, heads / C, head size] -> [sequences, length / C, heads, head size]. Backward
     runs the all-to-all in the other direction.
     """
-    parts = torch.stack(tensor.chunk(group.size(), dim=1))
+    parts = torch.stack(tensor.chunk(group.size(), dim=1))  # [ranks, sequences, ...]
     received = all_to_all_single_autograd(parts, None, None, group)
     return torch.cat(received.unbind(), dim=2)
 
@@ -598,7 +598,7 @@ def ulysses_attention(
     if copies > 1:
         key = key.repeat_interleave(copies, dim=1)
         value = value.repeat_interleave(copies, dim=1)
-    query = exchange(query, group)
+    query = exchange(query, group)  # [sequences, heads / C, length, head size]
     key = exchange(key, group)
     value = exchange(value, group)
     attend = document_attention if "cu_seq_lens_q" in kwargs else sdpa_attention_forward
@@ -772,7 +772,7 @@ def forward_with_loss(
     output = self.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs)
     hidden = output.last_hidden_state.flatten(0, 1)  # [tokens, hidden size]
     head = self.get_output_embeddings()
-    labels = labels.flatten()
+    labels = labels.flatten()  # [tokens]
     if len(labels) <= CHUNK_TOKENS:
         return loss(hidden, head.weight, head.bias, labels)
     total = torch.zeros((), device=hidden.device)
@@ -831,7 +831,7 @@ def document_attention(
         window_size=(-1, 0),  # all tokens before, none after
         enable_gqa=True,
     )
-    return output[None], None
+    return output[None], None  # [1, length, heads, head size]
 
 
 @torch.compiler.disable  # document lengths differ in every micro-batch
@@ -850,7 +850,7 @@ def attend_one_by_one(
         )
         for document in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
     ]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()  # [1, length, heads, size]
 
 
 def transformer_blocks(model: nn.Module) -> nn.ModuleList:
@@ -1069,7 +1069,8 @@ def main() -> None:
     # The step number is the position in the data, so a resumed run needs no other data state.
     for batch in training.stream(progress["step"], config.steps, accumulation, rank, size):
         step = batch.step
-        torch.manual_seed(config.seed + step * run.world_size + run.rank)  # for dropout
+        # For dropout.
+        torch.manual_seed(zlib.crc32(f"{config.seed} {step} {run.rank}".encode()))
         learning_rate = learning_rate_at(step, config)
         measured = train_step(model, optimizer, batch, learning_rate, config, device)
         progress = {"step": step, "tokens": progress["tokens"] + batch.num_targets}

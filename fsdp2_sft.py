@@ -563,7 +563,7 @@ def forward_with_loss(
     output = self.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs)
     hidden = output.last_hidden_state.flatten(0, 1)[target_positions]  # [targets, hidden size]
     head = self.get_output_embeddings()
-    labels = labels.flatten()[target_positions]
+    labels = labels.flatten()[target_positions]  # [targets]
     if len(labels) <= CHUNK_TOKENS:
         return loss(hidden, head.weight, head.bias, labels)
     total = torch.zeros((), device=hidden.device)
@@ -622,7 +622,7 @@ def document_attention(
         window_size=(-1, 0),  # all tokens before, none after
         enable_gqa=True,
     )
-    return output[None], None
+    return output[None], None  # [1, length, heads, head size]
 
 
 @torch.compiler.disable  # document lengths differ in every micro-batch
@@ -641,7 +641,7 @@ def attend_one_by_one(
         )
         for document in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
     ]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()
+    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()  # [1, length, heads, size]
 
 
 def transformer_blocks(model: nn.Module) -> nn.ModuleList:
@@ -858,7 +858,8 @@ def main() -> None:
     # The step number is the position in the data, so a resumed run needs no other data state.
     for batch in training.stream(progress["step"], config.steps, accumulation, rank, size):
         step = batch.step
-        torch.manual_seed(config.seed + step * run.world_size + run.rank)  # for dropout
+        # For dropout.
+        torch.manual_seed(zlib.crc32(f"{config.seed} {step} {run.rank}".encode()))
         learning_rate = learning_rate_at(step, config)
         measured = train_step(model, optimizer, batch, learning_rate, config, device)
         progress = {"step": step, "tokens": progress["tokens"] + batch.num_targets}

@@ -132,6 +132,11 @@ def bubble_table() -> str:
             waiting = 1 - count * slot / of_schedule[str(count)]
             cells.append(f"{waiting:.0%} ({formula(schedule, count, seen['stages']):.0%})")
         lines.append(f"| {' | '.join(cells)} |")
+    # A step takes k times as long as one micro-batch more, and the rest is what ranks wait.
+    more = {name: (s[str(many)] - s[str(few)]) / (many - few) for name, s in seen["steps"].items()}
+    rest = {name: s[str(few)] - few * more[name] for name, s in seen["steps"].items()}
+    for title, times in (("one micro-batch more", more), ("the rest of a step", rest)):
+        lines.append(f"| {title} | {' | '.join(f'{1000 * t:.0f} ms' for t in times.values())} |")
     return "\n".join(lines)
 
 

@@ -3,9 +3,10 @@
     torchrun --standalone --nproc-per-node=2 bench/muon.py [STEPS]
 
 Trains the first run's model on its data in turns, a step of each contestant after the other: Muon
-with its default learning rate, and AdamW (fsdp2_pretrain.py) with those of RATES. Other programs on
-the machine change CPU time little, and what they change is the same for all. Writes docs/muon.json
-while it runs, and at the end docs/muon.png. `python bench/muon.py` only draws and prints again.
+and AdamW (fsdp2_pretrain.py) with their default learning rates, 1e-2 and 3e-3, and AdamW with 5e-3.
+Other programs on the machine change CPU time little, and what they change is the same for all.
+Writes docs/muon.json while it runs, and at the end docs/muon.png. `python bench/muon.py` only draws
+and prints again.
 """
 
 import functools

@@ -9,6 +9,9 @@ same 2 steps. A cell of the table says what differs: the losses, the AdamW momen
 last bit), or nothing: "equal". Losses are compared to the last bit too, or to 2e-6 if a TP, CP, PP
 or EP group sums in another order.
 
+Muon has one moment for its matrices and AdamW has two, so it reads every checkpoint and continues
+with another optimizer: only the first loss is compared. The others refuse its checkpoints.
+
 The first table is for a dense model, the second for an MoE model. The biases of its routers are
 neither parameters nor moments, so the losses show whether they are in the checkpoint. (Only EP
 moves them, so it stops doing so when it has saved.)
@@ -32,6 +35,7 @@ import ddp_pretrain
 import fsdp1_pretrain
 import fsdp2_cp_pretrain
 import fsdp2_ep_pretrain
+import fsdp2_muon_pretrain
 import fsdp2_nd_pretrain
 import fsdp2_pp_pretrain
 import fsdp2_pretrain
@@ -41,7 +45,7 @@ SCRIPTS = {"ddp": ddp_pretrain, "fsdp1": fsdp1_pretrain, "fsdp2": fsdp2_pretrain
 INSIDE = {"tp": fsdp2_tp_pretrain, "cp": fsdp2_cp_pretrain, "pp": fsdp2_pp_pretrain}
 INSIDE |= {"ep": fsdp2_ep_pretrain}
 INSIDE |= {"nd": fsdp2_nd_pretrain}
-SCRIPTS |= INSIDE | {"zero1": ddp_pretrain}
+SCRIPTS |= INSIDE | {"zero1": ddp_pretrain, "muon": fsdp2_muon_pretrain}
 # TP and N-D parallelism refuse MoE models, and EP refuses dense models.
 DENSE = [name for name in SCRIPTS if name != "ep"]
 WITH_EXPERTS = [name for name in SCRIPTS if name not in ("tp", "nd")]
@@ -111,14 +115,31 @@ def table(
             own = OWN.get(reader_name, {})
             other = Session(reader, reader.Config(**flags, **own, seed=7), data)
             stop_balancing(other)
-            common.load_checkpoint(paths[style], other.model, other.optimizer)
-            wrong = [] if same(moments(other), saved) else ["moments"]
-            near = 0 if {writer, reader_name}.isdisjoint(INSIDE) else 2e-6
-            pairs = zip(train(other, STEPS, 2 * STEPS), losses)
-            wrong += ["losses"] if any(abs(a / b - 1) > near for a, b in pairs) else []
-            rows[-1].append(f"{' and '.join(wrong) or 'equal'} ({style})")
+            rows[-1].append(f"{read(other, writer, paths[style], saved, losses)} ({style})")
             other.close()
     return rows
+
+
+def read(
+    session: Session, writer: str, path: Path, saved: dict[str, torch.Tensor], losses: list[float]
+) -> str:
+    """Load a checkpoint, and return what differs from its writer's moments and next losses."""
+    reads_muon = session.script is fsdp2_muon_pretrain
+    try:
+        common.load_checkpoint(path, session.model, session.optimizer)
+    except common.Refusal:
+        return "refused"
+    loaded = moments(session)
+    if reads_muon:  # it has no use for the second moments of its matrices
+        saved = {name: saved[name] for name in loaded if name in saved}
+    wrong = [] if same(loaded, saved) else ["moments"]
+    next_losses = train(session, STEPS, 2 * STEPS)
+    if reads_muon and writer != "muon":  # the first one precedes its own optimizer step
+        next_losses = next_losses[:1]
+    names = {writer, next(name for name, script in SCRIPTS.items() if script is session.script)}
+    near = 0 if names.isdisjoint(INSIDE) else 2e-6
+    different = any(abs(a / b - 1) > near for a, b in zip(next_losses, losses))
+    return " and ".join(wrong + ["losses"] * different) or "equal"
 
 
 def stop_balancing(session: Session) -> None:

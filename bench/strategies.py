@@ -9,8 +9,8 @@
     python bench/strategies.py timeline     memory and collectives over a step: docs/timeline_*.png
     python bench/strategies.py ranks        memory and traffic by number of ranks: docs/ranks.png
 
-traffic: qwen2-0.5b with the GPT-2 vocabulary on 8 ranks, AdamW, bf16 compute, a micro-batch of
-4,096 tokens per step.
+traffic: qwen2-0.5b with the GPT-2 vocabulary on 8 ranks, AdamW, bf16 compute, 1 and 4 micro-batches
+of 4,096 tokens per rank and step.
 choosing: Qwen2.5's shapes, micro-batches of 4,096 tokens in sequences of 2,048, bf16. Hybrid is two
 replicas. A setting fits if it leaves a tenth of the GPU free.
 inside: the same shapes on 8 ranks, micro-batches of one sequence, full activation checkpointing,
@@ -83,6 +83,9 @@ FILE_EXPERTS = ROOT / "docs/experts.json"
 # --- Traffic, by formula --------------------------------------------------------------------------
 
 
+MICRO_BATCHES = (1, 4)  # of a rank and step
+
+
 def traffic_table(ranks: int = 8) -> str:
     """Return Markdown; sizes in GB = 10^9 bytes, traffic is what each rank sends."""
     import fsdp2_pretrain
@@ -97,68 +100,84 @@ def traffic_table(ranks: int = 8) -> str:
     gb, share = model.num_parameters() / 1e9, (ranks - 1) / ranks
     blocks_gb = gb - head / 1e9
     stage_gb = blocks_gb / 2 + head / 1e9
-    rows = [
+    gathers, reduction = (2 * gb + 2 * blocks_gb) * share, 4 * gb * share
+    half = (ranks / 2 - 1) / (ranks / 2) / share  # of what 1/2 of the model sends on N/2 ranks
+    hidden = width * 2 * TOKENS / 1e9
+    rows: list[tuple[str, str, float, str, Callable[[int], float]]] = [  # the last one is of k
         (
             "`ddp_pretrain.py`", "everything", 16 * gb,
-            "all-reduce of gradients: 2G(N-1)/N", 2 * 4 * gb * share,
+            "all-reduce of gradients: 2G(N-1)/N", lambda _: 2 * reduction,
         ),
         (
-            "`ddp_pretrain.py --shard_optimizer`", "parameters and gradients, 1/N of the moments",
+            "`ddp_pretrain.py --shard_optimizer true`",
+            "parameters and gradients, 1/N of the moments",
             (8 + 8 / ranks) * gb,
             "as DDP, and broadcasts of the updated parameters, 4 bytes each: G(N-1)/N",
-            3 * 4 * gb * share,
+            lambda _: 3 * reduction,
         ),
         (
             "`fsdp1_pretrain.py`, `fsdp2_pretrain.py`",
             "1/N of everything; the root and one or two blocks are unsharded while needed (not in "
             "the figure)", 16 * gb / ranks,
-            "all-gather of parameters before forward, P(N-1)/N, and again before backward but for "
-            "the root; reduce-scatter of gradients, G(N-1)/N",
-            (2 * gb + 2 * blocks_gb + 4 * gb) * share,
+            "per micro-batch: all-gather of parameters before forward, P(N-1)/N, and again before "
+            "backward but for the root; reduce-scatter of gradients, G(N-1)/N",
+            lambda k: k * (gathers + reduction),
         ),
         (
             "`fsdp2_pretrain.py --reshard_after_forward false`",
             "1/N of everything; unsharded parameters from the first forward to the last backward",
             16 * gb / ranks + 2 * gb,
-            "all-gather before forward, P(N-1)/N; reduce-scatter, G(N-1)/N", (2 + 4) * gb * share,
+            "all-gather before the first forward, P(N-1)/N; reduce-scatter per micro-batch, "
+            "G(N-1)/N", lambda k: 2 * gb * share + k * reduction,
         ),
         (
-            "`fsdp2_tp_pretrain.py`, T = 2", "1/N of everything; 1/T of a block while it computes",
+            "`fsdp2_pretrain.py --reduce_every_micro_batch false`",
+            "1/N of everything; with several micro-batches, unsharded gradients until the last one",
+            16 * gb / ranks + 4 * gb,
+            "all-gathers per micro-batch, as above; reduce-scatter once, G(N-1)/N",
+            lambda k: k * gathers + reduction,
+        ),
+        (
+            "`fsdp2_tp_pretrain.py`, T = 2, micro-batches of 8,192 tokens",
+            "1/N of everything; 1/T of a block while it computes",
             16 * gb / ranks,
             "as FSDP2 with 1/T of the model on N/T ranks; in each block 8A(T-1)/T, half of that "
             "for embedding and head, A: bytes of [tokens, hidden size]",
-            (2 * gb + 2 * blocks_gb + 4 * gb) / 2 * (ranks / 2 - 1) / (ranks / 2)
-            + (8 * blocks + 4) * width * 2 * TOKENS / 1e9 / 2,
+            lambda k: k * ((gathers + reduction) / 2 * half + (8 * blocks + 4) * hidden),
         ),
         (
-            "`fsdp2_cp_pretrain.py`, C = 2",
+            "`fsdp2_cp_pretrain.py`, C = 2, micro-batches of 8,192 tokens",
             "1/N of everything; 1/C of each sequence's activations",
             16 * gb / ranks,
             "as FSDP2; in each block 4(Q+K)(C-1)/C², Q and K: bytes of queries and of keys",
-            (2 * gb + 2 * blocks_gb + 4 * gb) * share
-            + blocks * 4 * (width + keys) * 2 * TOKENS / 1e9 / 4,
+            lambda k: k * (gathers + reduction + blocks * 2 * (1 + keys / width) * hidden),
         ),
         (
-            "`fsdp2_pp_pretrain.py`, S = 2, k = 2",
+            "`fsdp2_pp_pretrain.py`, S = 2, a pipeline has Sk micro-batches",
             "S/N of its stage: 1/S of the blocks, and embedding or head; in a step the stage's "
             "unsharded parameters and gradients, and the activations of S micro-batches",
             16 * stage_gb * 2 / ranks,
-            "as FSDP2 for a stage on N/S ranks, with one all-gather per step whatever k; kA to "
+            "as FSDP2 for a stage on N/S ranks, with one all-gather per step whatever k; SkA to "
             "each neighbor; the gradient of a tied embedding between the ends",
-            (2 + 4) * stage_gb * (ranks / 2 - 1) / (ranks / 2) + 2 * width * 2 * TOKENS / 1e9
+            lambda k: (2 + 4) * stage_gb * half * share + 2 * k * hidden
             + 4 * head / 1e9 / (ranks / 2),
         ),
     ]  # fmt: skip
+    counts = [f"k = {k}" for k in MICRO_BATCHES]
     lines = [
-        f"| script | memory per rank | {ranks} ranks | collectives of a step | {ranks} ranks |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    lines += [f"| {a} | {b} | {c:.2f} GB | {d} | {e:.2f} GB |" for a, b, c, d, e in rows]
+        f"| script | memory per rank | {ranks} ranks | a rank sends in a step | "
+        + " | ".join(counts) + " |",
+        "| --- " * (4 + len(counts)) + "|",
+    ]  # fmt: skip
+    for script, memory, gigabytes, traffic, sent in rows:
+        cells = [script, memory, f"{gigabytes:.2f} GB", traffic]
+        cells += [f"{sent(k):.2f} GB" for k in MICRO_BATCHES]
+        lines.append(f"| {' | '.join(cells)} |")
     elsewhere = "[MoE models](numbers.md#mixtures-of-experts)"
     lines.append(
         "| `fsdp2_ep_pretrain.py`, E = 2, t experts per token | 1/N of everything; 1/E of a "
         f"block's experts while it computes | {elsewhere} | as FSDP2, with 1/E of the experts on "
-        f"N/E ranks; in each block 4tA(E-1)/E, or 6tA(E-1)/E if it is recomputed | {elsewhere} |"
+        "N/E ranks; in each block 4tA(E-1)/E, or 6tA(E-1)/E if it is recomputed | | |"
     )
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 import ast
 import io
+import sys
 import tokenize
 
 import pytest
@@ -40,6 +41,10 @@ SECTIONS = {
         *REST,
     ],
 }
+# Lines that a script of by_hand/ may have, with docstring, imports and the model.
+BY_HAND = {f"by_hand/{name}.py": 120 for name in ("ddp", "fsdp", "tensor", "pipeline")}
+# Where its strategy begins and ends.
+AFTER_SETUP, LEARNS = '    torch.set_default_device("cuda")\n', "\n# --- A small transformer learns"
 # What Strategy defines, in this order. RL validates by sampling, so it has no validation loss.
 STRATEGY = [
     "init_process_group",
@@ -170,6 +175,34 @@ def test_scripts_import_only_the_shared_files_and_these_no_script():
 )
 def test_common_knows_no_strategy_no_optimizer_and_no_loop(word):
     assert word not in read("common.py")
+
+
+def test_all_scripts_by_hand_are_listed():
+    assert sorted(BY_HAND) == sorted(f"by_hand/{f.name}" for f in (ROOT / "by_hand").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_script_by_hand_is_short_and_needs_only_torch(name):
+    text = read(name)
+    assert len(text.splitlines()) <= BY_HAND[name]
+    strategy = text.partition(AFTER_SETUP)[2].partition(LEARNS)[0]
+    assert 30 < len(strategy.strip().splitlines()) <= 60
+    nodes = list(ast.walk(ast.parse(text)))
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    roots = {module.split(".")[0] for module in modules}
+    assert roots <= {"torch", *sys.stdlib_module_names}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_scripts_by_hand_have_the_same_setup_and_transformer(name):
+    found = []
+    for script in (name, [*BY_HAND][0]):
+        text = read(script)
+        setup = text[text.index("dist.init_process_group()") : text.index(AFTER_SETUP)]
+        model = text[text.index(LEARNS) : text.index("\ntorch.manual_seed(0)")]
+        found.append((setup, model))
+    assert found[0] == found[1]
 
 
 def test_pages_are_short():

@@ -144,7 +144,7 @@ def test_a_start_says_what_begins(flags, complete, copied):
     documents = load_documents(flags["dataset"])
     parameters, ranks, data = before.splitlines()
     assert re.fullmatch("[0-9,]+ parameters, [0-9,]+ FLOPs per token", parameters)
-    work = "1 micro-batches per rank and step, 512 tokens, learning rate 0.005"
+    work = "1 micro-batches per rank and step, 512 tokens, learning rate 0.003"
     assert ranks == f"fp32 on 1 ranks, mesh 1 x 1, {work}"
     count = f"{len(documents.lengths)} documents, {documents.lengths.sum():,} tokens"
     assert data == f"{count}; writing {complete[0]}"
@@ -161,7 +161,7 @@ def test_a_run_directory_keeps_the_code_as_it_ran(complete):
     assert facts.keys() - given == {
         "model_tokenizer_data", "parameters", "world_size", "torch", "transformers",
     }  # fmt: skip
-    assert facts["learning_rate"] == 0.005  # which no flag has set
+    assert facts["learning_rate"] == 0.003  # which no flag has set
 
 
 NO_LOCKS = [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP]
@@ -239,7 +239,7 @@ def test_learning_rates_depend_on_the_model(script):
         return made.learning_rate, made.min_learning_rate
 
     small, large, part = {"fsdp2_sft": (2e-3, 2e-5, 10), "fsdp2_grpo": (5e-4, 1e-6, 10)}.get(
-        script.__name__, (5e-3, 3e-4, 50)
+        script.__name__, (3e-3, 3e-4, 50)
     )
     assert rates(9_999_999) == (small, small / part)
     assert rates(10_000_000) == (large, large / part)
