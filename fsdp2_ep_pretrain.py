@@ -285,13 +285,13 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         )
     if not model.config.tie_word_embeddings:
         # A tied embedding has to be in the same group as the head. An untied one can be freed
-        # during the step.
+        # during the step. Backward needs no embeddings, so do not all-gather them for it.
         fully_shard(
             model.get_input_embeddings(),
             mesh=world,
             mp_policy=precision,
             reshard_after_forward=config.reshard_after_forward,
-        )
+        ).set_unshard_in_backward(False)
     # The root claims the rest. Do not reshard it after forward, because backward starts with it.
     fully_shard(model, mesh=world, mp_policy=precision, reshard_after_forward=False)
     for i, block in enumerate(blocks):
@@ -914,7 +914,8 @@ def main() -> None:
     # The step number is the position in the data, so a resumed run needs no other data state.
     for batch in training.stream(progress["step"], config.steps, accumulation, rank, size):
         step = batch.step
-        torch.manual_seed(config.seed + step * run.world_size + run.rank)  # for dropout
+        # For dropout.
+        torch.manual_seed(zlib.crc32(f"{config.seed} {step} {run.rank}".encode()))
         learning_rate = learning_rate_at(step, config)
         measured = train_step(model, optimizer, batch, learning_rate, config, device)
         progress = {"step": step, "tokens": progress["tokens"] + batch.num_targets}

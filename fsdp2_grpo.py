@@ -154,9 +154,7 @@ class Config(common.Flags):
     )
     clip_high: NonNegativeFloat = flag(0.28, "and above 1 plus this")
     reference_weight: NonNegativeFloat = flag(
-        0.0,
-        "weight in the loss of the KL divergence from the model of --init_from, which is then kept "
-        "in shards too",
+        0.0, "weight in the loss of the KL divergence from the --init_from model, kept in shards"
     )
 
     # optimization
@@ -165,8 +163,7 @@ class Config(common.Flags):
     )
     learning_rate: PositiveFloat | None = flag(
         None,
-        "peak learning rate of AdamW. The default depends on the model: 5e-4 with fewer than 10 "
-        "million parameters, otherwise 1e-6",
+        "peak learning rate of AdamW; default: 5e-4 below 10 million parameters, otherwise 1e-6",
     )
     min_learning_rate: NonNegativeFloat | None = flag(
         None, "learning rate at the end of the cosine decay; default: a tenth of the peak"
@@ -327,8 +324,8 @@ def leave_out_long(documents: common.Sequences, config: Config) -> common.Sequen
 class Answer(NamedTuple):
     """A sampled answer. Its last token ends the turn, unless it reached --answer_length."""
 
-    prompt: np.ndarray  # uint32, token ids
-    reference: np.ndarray  # uint32
+    prompt: np.ndarray  # int64, token ids
+    reference: np.ndarray  # int64
     tokens: np.ndarray  # uint32
     log_probs: np.ndarray  # float32 [tokens], from sampling
     reward: float = 0.0
@@ -455,12 +452,12 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
     if not model.config.tie_word_embeddings:
         # A tied embedding has to be in the same group as the head. An untied one can be freed
-        # during the step.
+        # during the step. Backward needs no embeddings, so do not all-gather them for it.
         fully_shard(
             model.get_input_embeddings(),
             reshard_after_forward=config.reshard_after_forward,
             **options,
-        )
+        ).set_unshard_in_backward(False)
     # The root claims the rest. Do not reshard it after forward, because backward starts with it.
     fully_shard(model, reshard_after_forward=False, **options)
     return model

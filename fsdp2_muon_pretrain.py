@@ -8,9 +8,9 @@ state. Read fsdp2_pretrain.py before it.
 AdamW updates every number on its own, so each rank can update its shards alone. Muon updates a
 matrix in the direction of its momentum after it has set all singular values to about 1. So rare
 directions move as far as frequent ones. This needs the full matrix, and FSDP2 has left each rank
-only some of its rows. The ranks therefore take N matrices at a time, with N the number of ranks. An
-all-to-all gives each rank one of them in full. The rank orthogonalizes it, and a second all-to-all
-returns its rows. AdamW still updates embeddings, head, norms and biases.
+only some of its rows. The ranks therefore take several matrices of one shape at a time. An
+all-to-all gives each rank an equal part of them in full. The rank orthogonalizes these, and a
+second all-to-all returns their rows. AdamW still updates embeddings, head, norms and biases.
 
 Memory per rank: 12/N bytes per parameter of these matrices instead of 16/N, because Muon keeps one
 moment instead of two.
@@ -41,7 +41,6 @@ import torch.distributed as dist
 from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import nn
-from torch.distributed._functional_collectives import all_to_all_single
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -254,12 +253,12 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
                 )
     if not model.config.tie_word_embeddings:
         # A tied embedding has to be in the same group as the head. An untied one can be freed
-        # during the step.
+        # during the step. Backward needs no embeddings, so do not all-gather them for it.
         fully_shard(
             model.get_input_embeddings(),
             reshard_after_forward=config.reshard_after_forward,
             **options,
-        )
+        ).set_unshard_in_backward(False)
     # The root claims the rest. Do not reshard it after forward, because backward starts with it.
     fully_shard(model, reshard_after_forward=False, **options)
     return model
@@ -358,94 +357,116 @@ class Muon(torch.optim.AdamW):
         group = self.param_groups[0]  # those with weight decay
         marked = [p for p in group["params"] if hasattr(p, "muon_dtype") and p.grad is not None]
         for matrices in batches_of_matrices(marked):
-            directions = [self.add_to_momentum(matrix) for matrix in matrices]
-            updates = orthogonalize(directions, matrices[0].muon_dtype)
-            for matrix, update in zip(matrices, updates):
-                # Orthogonal rows or columns have entries with a root mean square of
-                # 1 / sqrt(max(rows, columns)). Scale them to 0.2, which is about that of AdamW's
-                # updates, so that both can use the same learning rate.
-                scale = 0.2 * math.sqrt(max(matrix.shape[-2:]))
-                shard = matrix.to_local()
-                shard *= 1 - group["lr"] * group["weight_decay"]
-                shard -= group["lr"] * scale * update
+            shards = [matrix.to_local() for matrix in matrices]
+            gradients = [matrix.grad.to_local() for matrix in matrices]
+            momenta = [self.momentum(matrix).to_local() for matrix in matrices]
+            torch._foreach_lerp_(momenta, gradients, 0.05)
+            # Nesterov: look one step ahead, as if the next gradient were the same.
+            directions = torch._foreach_lerp(gradients, momenta, 0.95)
+            updates = orthogonalize(directions, matrices[0])
+            # Orthogonal rows or columns have entries with a root mean square of
+            # 1 / sqrt(max(rows, columns)). Scale them to 0.2, which is about that of AdamW's
+            # updates, so that both can use the same learning rate.
+            scale = 0.2 * math.sqrt(max(matrices[0].shape[-2:]))
+            torch._foreach_mul_(shards, 1 - group["lr"] * group["weight_decay"])
+            torch._foreach_add_(shards, updates, alpha=-group["lr"] * scale)
+            for matrix in matrices:
                 matrix.grad = None  # so that AdamW skips this parameter
         super().step()
 
-    def add_to_momentum(self, matrix: nn.Parameter) -> DTensor:
-        """Add the gradient to its moving average; returns the direction to orthogonalize."""
+    def momentum(self, matrix: nn.Parameter) -> DTensor:
+        """Return the moving average of a matrix's gradients, zeros before the first step."""
         state = self.state[matrix]
         if not state:
             state["step"] = torch.zeros(())  # AdamW expects it when it loads a checkpoint
             state["exp_avg"] = torch.zeros_like(matrix)
-        momentum = state["exp_avg"]
-        momentum.lerp_(matrix.grad, 0.05)
-        # Nesterov: look one step ahead, as if the next gradient were the same.
-        return matrix.grad.lerp(momentum, 0.95)
+        return state["exp_avg"]
 
 
 AdamW = Muon  # the name that `build_optimizer` uses in all scripts
+BATCH_NUMBERS = 2**25  # of a rank's matrices that are orthogonalized at once: 64 MB in bf16
 
 
 def batches_of_matrices(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return what the ranks orthogonalize at the same time: a matrix per rank, or a stack."""
-    stacks = [[parameter] for parameter in parameters if parameter.ndim == 3]
-    matrices = [parameter for parameter in parameters if parameter.ndim == 2]
-    # The ranks wait for the largest matrix of their batch, so sort them by size.
-    matrices.sort(key=torch.numel)
-    ranks = parameters[0].device_mesh.size(-1) if matrices else 1
-    return stacks + [matrices[i : i + ranks] for i in range(0, len(matrices), ranks)]
+    """Return what the ranks orthogonalize at the same time: matrices of one shape, or a stack.
+
+    Small ones are many, because a GPU computes a matmul of them faster than a CPU launches it.
+    """
+    alike: dict[torch.Size, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        alike.setdefault(parameter.shape, []).append(parameter)
+    batches = []
+    for shape, matrices in alike.items():
+        of_rank = max(1, BATCH_NUMBERS // shape.numel())
+        size = of_rank * matrices[0].device_mesh.size(-1) if len(shape) == 2 else 1
+        batches += [matrices[i : i + size] for i in range(0, len(matrices), size)]
+    return batches
 
 
-def orthogonalize(matrices: list[DTensor], dtype: torch.dtype) -> list[torch.Tensor]:
-    """Orthogonalize a batch of sharded matrices; returns this rank's shards of the results.
+def orthogonalize(directions: list[torch.Tensor], matrix: DTensor) -> list[torch.Tensor]:
+    """Orthogonalize sharded matrices of one shape, or a stack of experts.
 
     Args:
-        matrices: at most as many as there are ranks, or a single stack.
-        dtype: of the computation and the communication.
+        directions: this rank's shards, each [its rows, columns].
+        matrix: one of the parameters. It has the full shape, the ranks, and the type to use for
+            the computation and the communication.
+
+    Returns:
+        This rank's shards of the results.
     """
-    shards = [matrix.to_local() for matrix in matrices]
-    mesh = matrices[0].device_mesh
-    flat = torch.cat([shard.flatten() for shard in shards])
-    flat = flat.to(mesh.device_type, dtype)  # the shards may be offloaded
-    if matrices[0].ndim == 3:  # FSDP2 shards experts, so each rank has some of them in full
-        return [newton_schulz(flat.view_as(shards[0])).to(shards[0])]
+    mesh = matrix.device_mesh
+    # [matrices, my rows, columns]; the shards may be offloaded
+    stack = torch.stack(directions).to(mesh.device_type, matrix.muon_dtype)
+    if matrix.ndim == 3:  # FSDP2 shards experts, so each rank has some of them in full
+        return [newton_schulz(stack[0]).to(directions[0])]
 
     group = mesh.get_group(-1)  # with HSDP the ranks of a replica; each replica does the same
-    rank, ranks = group.rank(), group.size()
-    # Send my rows of matrix i to rank i. If there are fewer matrices, the last ranks get nothing.
-    sent = [shard.numel() for shard in shards] + [0] * (ranks - len(shards))
-    received = [0] * ranks
-    if rank < len(matrices):
-        rows, columns = matrices[rank].shape
-        # FSDP2 gives every rank this many rows, as long as there are any left.
-        most = math.ceil(rows / ranks)
-        received = [max(0, min(most, rows - i * most)) * columns for i in range(ranks)]
-    # Rows arrive by rank, which is their order in the matrix.
-    flat = all_to_all_single(flat, received, sent, group)  # [rows x columns], a full matrix
-    if rank < len(matrices):
-        flat = newton_schulz(flat.view(rows, columns)).flatten()
-    flat = all_to_all_single(flat, sent, received, group)  # the way back
-    parts = flat.split(sent[: len(shards)])
-    return [part.view_as(shard).to(shard) for part, shard in zip(parts, shards)]
+    rank = group.rank()
+    ranks = group.size()
+    rows, columns = matrix.shape
+    # FSDP2 gives every rank this many rows, as long as there are any left.
+    most = math.ceil(rows / ranks)
+    rows_of = [max(0, min(most, rows - i * most)) for i in range(ranks)]
+    # Each rank orthogonalizes this many matrices. The last ranks may get fewer, or none.
+    share = math.ceil(len(directions) / ranks)
+    matrices_of = [len(directions[i * share : (i + 1) * share]) for i in range(ranks)]
+
+    # Send my rows of every matrix to its rank. The numbers to send and to receive, by rank:
+    sent = [count * rows_of[rank] * columns for count in matrices_of]
+    received = [matrices_of[rank] * count * columns for count in rows_of]
+    flat = stack.view(-1)
+    full = flat.new_empty(sum(received))
+    dist.all_to_all_single(full, flat, received, sent, group)
+    if matrices_of[rank]:
+        # Rows arrive by rank, which is their order in a matrix.
+        parts = [
+            part.view(matrices_of[rank], count, columns)
+            for part, count in zip(full.split(received), rows_of)
+        ]
+        full = newton_schulz(torch.cat(parts, dim=1))  # [matrices, rows, columns]
+        full = torch.cat([part.flatten() for part in full.split(rows_of, dim=1)])
+    dist.all_to_all_single(flat, full, sent, received, group)  # the way back
+    return [*stack.to(directions[0])]
 
 
-def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
-    """Return a matrix with the same singular vectors, and singular values of about 1.
+def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
+    """Return matrices with the same singular vectors, and singular values of about 1.
 
     X, (X Xᵀ) X and (X Xᵀ)² X have the same singular vectors. So an iteration applies a polynomial
     to every singular value. With these coefficients it grows small values fast: after five
     iterations all but the smallest are between 0.7 and 1.2. An SVD would be exact, but slow.
 
     Args:
-        matrix: [..., rows, columns].
+        matrices: [matrices, rows, columns].
     """
-    is_tall = matrix.shape[-2] > matrix.shape[-1]
-    x = matrix.mT if is_tall else matrix  # so that X Xᵀ has the smaller size
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if is_tall else matrices  # so that X Xᵀ has the smaller size
     # No singular value exceeds this norm, and the iteration needs values of at most 1.
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.mT
-        x = 3.4445 * x + (2.0315 * gram @ gram - 4.7750 * gram) @ x
+        polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
+        x = torch.baddbmm(x, polynomial, x, beta=3.4445)
     return x.mT if is_tall else x
 
 
@@ -817,7 +838,8 @@ def main() -> None:
     # The step number is the position in the data, so a resumed run needs no other data state.
     for batch in training.stream(progress["step"], config.steps, accumulation, rank, size):
         step = batch.step
-        torch.manual_seed(config.seed + step * run.world_size + run.rank)  # for dropout
+        # For dropout.
+        torch.manual_seed(zlib.crc32(f"{config.seed} {step} {run.rank}".encode()))
         learning_rate = learning_rate_at(step, config)
         measured = train_step(model, optimizer, batch, learning_rate, config, device)
         progress = {"step": step, "tokens": progress["tokens"] + batch.num_targets}

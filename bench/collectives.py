@@ -20,7 +20,7 @@ KINDS = {  # by their names in the dispatcher
     "all_gather_into_tensor": "all-gather", "_reduce_scatter_base_": "reduce-scatter",
     "reduce_scatter_tensor": "reduce-scatter", "allreduce_": "all-reduce",
     "all_reduce": "all-reduce", "broadcast_": "broadcast", "all_to_all_single": "all-to-all",
-    "send": "send", "recv_": "receive",
+    "alltoall_base_": "all-to-all", "send": "send", "recv_": "receive",
 }  # fmt: skip
 
 
@@ -78,7 +78,7 @@ class Ledger(TorchDispatchMode):
             group = dist.distributed_c10d._resolve_process_group(arguments[-1])
         name = group.group_desc.removeprefix("mesh_").replace("default_pg", "all").split(":")[0]
         kind = KINDS[func._opname]
-        if kind == "all-to-all" and 1 < group.size() == 1 + arguments[2].count(0):
+        if func._opname == "all_to_all_single" and 1 < group.size() == 1 + arguments[2].count(0):
             if not arguments[2][group.rank()]:
                 kind = "send"  # everything goes to one other rank, as ring attention does
         self.calls.append(Collective(kind, name, group.size(), max(sides)))

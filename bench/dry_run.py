@@ -51,7 +51,7 @@ import chat  # noqa: E402
 import common  # noqa: E402
 
 SCRIPT_NAMES = shared.STRATEGIES + shared.MUON + shared.INSIDE
-SCRIPTS = [*(f"{name}_pretrain" for name in SCRIPT_NAMES), "fsdp2_sft"]
+SCRIPTS = [*(f"{name}_pretrain" for name in SCRIPT_NAMES), "fsdp2_sft", "fsdp2_lora"]
 CPU = torch.device("cpu")
 ATTENTION = {  # the CPU's, which the registry lacks: how to count it, its tensors, `is_causal`
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3, 4),
@@ -328,6 +328,15 @@ def adapted(script: Any) -> Iterator[None]:
 
 
 @dataclasses.dataclass
+class Frozen:
+    """A parameter that is not trained."""
+
+    shape: torch.Size
+    size: int  # bytes of a number that a rank keeps; codes of NF4 count as numbers of one byte
+    in_block: bool
+
+
+@dataclasses.dataclass
 class Report:
     """Memory and communication of one rank in an optimizer step; sizes in bytes."""
 
@@ -343,9 +352,11 @@ class Report:
     peak: dict[str, int]
     calls: list[collectives.Collective]
     flops: int
-    root: list[torch.Size]  # shapes of the parameters in the root's FSDP unit
+    root: list[torch.Size]  # shapes of the parameters outside the blocks
     experts: list[torch.Size]  # shapes of the experts' parameters, [experts, ...]
     exchanged: int  # numbers in the matrices that Muon exchanges
+    frozen: list["Frozen"]  # parameters beside adapters, if there are adapters
+    adapters: list[torch.Size]  # shapes of the adapters' parameters
     shape: Any  # the model's configuration
 
     @property
@@ -369,7 +380,8 @@ def observe(
         Bytes of this rank's parameters, gradients and moments.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    if hasattr(model, "owners"):  # DDP: with ZeRO-1, the optimizer of a rank has some of them
+    # DDP: with ZeRO-1, the optimizer of a rank has some of them. LoRA: most are frozen.
+    if hasattr(model, "owners") or hasattr(script, "LoraLinear"):
         parameters = list(model.parameters())
     script.train_step(model, optimizer, batch, 0.0, config, CPU)
     moments = [value for state in optimizer.state.values() for value in state.values()]
@@ -424,6 +436,8 @@ def model_config_of(script: Any, config: Any, vocabulary: int) -> Any:
 
     if not hasattr(script, "chat_tokenizer"):
         return script.build_model_config(config, tokenizer_with(vocabulary))
+    if hasattr(script, "LoraLinear"):  # it adds none
+        return script.build_model_config(config, tokenizer_with(vocabulary), vocabulary)
     # Fine-tuning adds the tokens of its chat template and a pad token.
     grown = vocabulary + len(chat.TURN + chat.INSIDE) + 1
     return script.build_model_config(config, tokenizer_with(grown), vocabulary)
@@ -444,6 +458,15 @@ def dry_run(script: Any, config: Any, vocabulary: int, watch: Watch | None = Non
         kept = observe(script, config, model, optimizer, batch, watch)
         decayed = optimizer.param_groups[0]["params"]
         exchanged = [p for p in decayed if hasattr(p, "muon_dtype") and p.ndim == 2]
+        frozen, adapters = [], []
+        if hasattr(script, "LoraLinear"):
+            inside = set(script.transformer_blocks(model).parameters())
+            adapters = [p.shape for p in model.parameters() if p.requires_grad]
+            frozen = [
+                Frozen(p.shape, p.element_size(), p in inside)
+                for p in model.parameters()
+                if not p.requires_grad
+            ]
     with torch.device("meta"):
         from transformers import AutoModelForCausalLM
 
@@ -451,9 +474,7 @@ def dry_run(script: Any, config: Any, vocabulary: int, watch: Watch | None = Non
     # A stage of a pipeline has some of the blocks, and of the rest what it needs.
     part = model if hasattr(config, "pipeline_parallel") else full
     lists = (module for module in part.modules() if isinstance(module, torch.nn.ModuleList))
-    elsewhere_sharded = set(next(lists).parameters())
-    if has_embedding_unit(script, config, shape):
-        elsewhere_sharded.add(part.get_input_embeddings().weight)
+    in_blocks = set(next(lists).parameters())
     return Report(
         rank=int(os.environ["RANK"]),
         ranks=int(os.environ["WORLD_SIZE"]),
@@ -467,17 +488,13 @@ def dry_run(script: Any, config: Any, vocabulary: int, watch: Watch | None = Non
         peak=watch.peak,
         calls=watch.calls,
         flops=watch.flops,
-        root=[p.shape for p in part.parameters() if p not in elsewhere_sharded],
+        root=[p.shape for p in part.parameters() if p not in in_blocks],
         experts=[p.shape for p in full.parameters() if p.ndim == 3],
         exchanged=sum(p.numel() for p in exchanged),
+        frozen=frozen,
+        adapters=adapters,
         shape=shape,
     )
-
-
-def has_embedding_unit(script: Any, config: Any, shape: Any) -> bool:
-    """Return whether FSDP shards the embedding on its own: under FSDP2, if it is not tied."""
-    fsdp2 = hasattr(script, "fully_shard") and not hasattr(config, "pipeline_parallel")
-    return fsdp2 and not shape.tie_word_embeddings
 
 
 # --- What to say about it -------------------------------------------------------------------------
@@ -619,12 +636,49 @@ def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
     return 0.0, "", 0.0
 
 
+def form_with_adapters(report: Report, config: Any) -> tuple[float, str, dict[str, float]]:
+    """Return what `closed_form_of` does, if only adapters are trained.
+
+    B: bytes of the blocks with their adapters as they are gathered, H: of embedding, last norm and
+    head, which are gathered once per micro-batch, p: parameters of the adapters.
+    """
+    shards, compute = shards_of(report, config), size_of_compute(config)
+    micro_batches = report.micro_batches
+    once = keeps_between_micro_batches(config)
+    gathers = [1, 1] if once else [2 * micro_batches, micro_batches]  # of a block and of the rest
+    reductions = micro_batches if reduces_every_micro_batch(config) else 1
+
+    def sent(padded: bool) -> float:
+        def numbers(shape: torch.Size) -> int:
+            rows = math.ceil(shape[0] / shards) * shards if padded else shape[0]
+            return rows * shape[1:].numel()
+
+        total = 0
+        for each in report.frozen:
+            size = 1 if each.size == 1 else compute
+            total += gathers[not each.in_block] * size * numbers(each.shape)
+        adapters = sum(map(numbers, report.adapters))
+        return (total + (gathers[0] * compute + 4 * reductions) * adapters) * (shards - 1) / shards
+
+    expected, letter = sent(padded=False), "N" if shards == report.ranks else "S"
+    gathered = "B + H" if once else "2kB + kH"
+    formula = f"({gathered} + {'k' if reductions > 1 else ''}4p)({letter}-1)/{letter}"
+    parts = {"for shards of equal size": sent(padded=True) - expected}
+    if replicas := report.ranks // shards - 1:  # shards of gradients are all-reduced once
+        all_reduced = 2 * 4 * sum(shape.numel() for shape in report.adapters) / shards
+        expected += all_reduced * replicas / (replicas + 1)
+        formula += " + 2(4p/S)(R-1)/R"
+    return expected, formula, parts
+
+
 def closed_form_of(report: Report, script: Any, config: Any) -> tuple[float, str, dict[str, float]]:
     """Return the closed form in bytes, its formula, and what to add to it: reason -> bytes.
 
     The root (last norm, head and a tied embedding) stays unsharded between forward and backward,
-    so it is gathered once, not twice.
+    so it is gathered once, not twice. Backward does not need an untied embedding.
     """
+    if report.adapters:
+        return form_with_adapters(report, config)
     tensor_parallel = getattr(config, "tensor_parallel", 1)
     shards, parts = shards_of(report, config), {}
     numbers, held = report.own // tensor_parallel, report.parameters * shards // 4

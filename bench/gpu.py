@@ -47,6 +47,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "FSDP2, full checkpointing": ("fsdp2", {"activation_checkpointing": "full"}),
     "FSDP2, ragged": ("fsdp2", {}),
     "FSDP2, ragged, packed": ("fsdp2", {"batching": "packed"}),
+    "Muon": ("fsdp2_muon", {}),
     "FSDP2, 2 stages": ("fsdp2_pp", {"pipeline_parallel": 2}),
     "FSDP2, TP of 2": ("fsdp2_tp", {"tensor_parallel": 2}),
     "FSDP2, one sequence": ("fsdp2", ONE_SEQUENCE),

@@ -9,6 +9,7 @@ seconds to plan an epoch of DOCUMENTS documents of lognormal length (10,000,000 
 
 import math
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import shared
@@ -45,7 +46,7 @@ def main() -> None:
     for batching in ("bucketed", "packed"):
         config = common.Flags(batching=batching, micro_batch_tokens=8192)
         started = time.perf_counter()
-        common.plan_epoch(length, config, epoch=0)
+        common.Batches(SimpleNamespace(lengths=length), config, 0).plan(0)
         print(f"plan of {documents:,} documents, {batching}: {time.perf_counter() - started:.1f} s")
 
 

@@ -1,4 +1,4 @@
-"""Renew the parts of README.md and docs/*.md that come from other files: code, flags, tables.
+"""Renew the parts of the pages that come from other files: code, flags, tables.
 
     python bench/readme.py
 
@@ -17,6 +17,8 @@ A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of
     sampling                         what sampling takes beside training (bench/strategies.py)
     bubble                           what stages wait, of docs/bubble.json
     rows                             what becomes of rows of conversations (bench/rows.py)
+    break_even                       compute or network, by formula (bench/break_even.py)
+    diffs                            from fsdp2_pretrain.py to each script (bench/diffs.py)
     pretraining, fine-tuning, steps  speed beside bare loops and libraries, of docs/compare.json
 """
 
@@ -28,15 +30,17 @@ import re
 import textwrap
 from collections.abc import Callable
 
+import break_even
 import bubble
 import compare
+import diffs
 import meshes
 import rows
 import shared
 import strategies
 from shared import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def default_of(field: dataclasses.Field, script: str) -> str:
@@ -54,7 +58,7 @@ def flags() -> str:
     scripts = ["fsdp2_pretrain", "fsdp1_pretrain", "ddp_pretrain", "fsdp2_muon_pretrain"]
     scripts += ["fsdp2_tp_pretrain", "fsdp2_cp_pretrain", "fsdp2_pp_pretrain"]
     scripts += ["fsdp2_ep_pretrain", "fsdp2_nd_pretrain"]
-    scripts += ["fsdp2_sft", "fsdp2_grpo"]
+    scripts += ["fsdp2_sft", "fsdp2_lora", "fsdp2_grpo"]
     configs = {script: importlib.import_module(script).Config for script in scripts}
     fields = {
         script: {f.name: f for f in dataclasses.fields(configs[script])} for script in scripts
@@ -92,6 +96,8 @@ def parts() -> dict[str, Callable[[], str]]:
         "experts": strategies.experts_table,
         "rows": rows.rows_table,
         "sampling": strategies.sampling_table,
+        "diffs": diffs.diffs,
+        "break_even": break_even.table,
         "steps": lambda: compare.steps_table(compared),
     }
     for work in ("pretraining", "fine-tuning"):

@@ -9,6 +9,7 @@ import copy
 import json
 from collections.abc import Callable
 
+import numpy as np
 import shared
 
 import chat
@@ -46,7 +47,9 @@ ROWS = [
 
 def became(row: dict, function: Callable, tokenizer: common.Tokenizer) -> str:
     """Return the text of a row that is in the loss (in RL, the reference), or why there is none."""
-    made = common.tokenize({common.JSON: json.dumps(row)}, chat.COLUMNS, function, tokenizer)
+    made = common.tokenize(
+        {common.JSON: json.dumps(row)}, chat.COLUMNS, function, tokenizer, np.uint32
+    )
     if made["left_out"]:
         return f"left out: they {made['left_out']}"
     text = tokenizer.decode(made["tokens"][made["in_loss"]])

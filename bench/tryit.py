@@ -20,9 +20,12 @@ import shared
 from shared import ROOT
 
 BLOCK = re.compile(r"(<!-- try -->\n```bash\n(.*?)```\n\n```text\n)(.*?)```", re.DOTALL)
-PAGES = sorted(
-    page.stem for page in (ROOT / "docs").glob("*.md") if "<!-- try -->" in page.read_text()
-)
+# Name -> file.
+PAGES = {
+    page.stem: page
+    for page in [ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+    if "<!-- try -->" in page.read_text()
+}
 SPEED = re.compile(r"[\d,]+ tokens/s")  # differs from run to run
 
 
@@ -34,7 +37,7 @@ def run_blocks(
     Args:
         programs: the folder that has the blocks' `python` and `torchrun`.
     """
-    text = (ROOT / f"docs/{page}.md").read_text()
+    text = PAGES[page].read_text()
     with tempfile.TemporaryDirectory() as folder:
         for file in ROOT.glob("*.py"):
             shutil.copy(file, folder)
@@ -74,7 +77,7 @@ def main() -> None:
     reader = shared.parser(__doc__)
     reader.add_argument("pages", metavar="PAGE", nargs="*", choices=[*PAGES, []])
     for page in reader.parse_args().pages or PAGES:
-        file = ROOT / f"docs/{page}.md"
+        file = PAGES[page]
         text = file.read_text()
         for (begin, _, shown), (_, printed) in zip(BLOCK.findall(text), run_blocks(page)):
             text = text.replace(f"{begin}{shown}```", f"{begin}{printed}```")

@@ -355,7 +355,7 @@ def texts(script: Any, config: Any, vocabulary: int) -> Any:
     """Return the batches of a script that trains on documents or conversations."""
     drawn = np.random.default_rng(0).lognormal(5, 1, 4000).astype(np.int64)
     lengths = np.clip(drawn, 16, config.max_length)
-    in_loss = 0.5 if "sft" in script.__name__ else 1.0
+    in_loss = 0.5 if hasattr(script, "tokenize_conversation") else 1.0
 
     def read(index: int) -> tuple[np.ndarray, np.ndarray]:
         rng = np.random.default_rng(index)
@@ -409,7 +409,7 @@ def run(script: Any, flags: dict[str, Any]) -> dict[str, Any]:
     number = len(plan) if uses_rl else config.global_batch_tokens // config.micro_batch_tokens
     share = script.dp_rank_and_size(config)
     number -= number % share[1]
-    more = (257,) if "sft" in script.__name__ else ()
+    more = (257,) if hasattr(script, "tokenize_conversation") else ()
     model_config = script.build_model_config(config, tokenizer_of(vocabulary), *more)
     model_config.num_hidden_layers = max(2, getattr(config, "pipeline_parallel", 2))
     script.attend_one_by_one = by_document

@@ -60,12 +60,12 @@ def update(flags: dict) -> dict:
     flags = dict(flags)
     trained, double = flags.pop("trained", ""), flags.pop("double", True)
     sent = []
-    exchange = script.all_to_all_single
+    exchange = dist.all_to_all_single
 
-    def counted(flat, received, given, group):
+    def counted(output, flat, received, given, group):
         others = sum(given) - given[dist.get_rank(group)]
         sent.append(others * flat.itemsize)
-        return exchange(flat, received, given, group)
+        exchange(output, flat, received, given, group)
 
     model, config = model_of(flags, double)
     model, optimizer = shared.build(script, config, model, CPU)
@@ -74,7 +74,7 @@ def update(flags: dict) -> dict:
         for parameter in parameters.values():
             if hasattr(parameter, "muon_dtype"):
                 parameter.muon_dtype = torch.float64
-    script.all_to_all_single = counted
+    dist.all_to_all_single = counted
     for step in gradients(model, trained):
         for name, full in step.items():
             sharded = parameters[name]
@@ -82,7 +82,7 @@ def update(flags: dict) -> dict:
         sent.clear()
         with collectives.Ledger() as ledger:
             script.optimizer_step(model, optimizer)
-    script.all_to_all_single = exchange
+    dist.all_to_all_single = exchange
     assert all(parameter.grad is None for parameter in parameters.values())
     weights = {
         name: parameter.detach().full_tensor().clone() if isinstance(parameter, DTensor) else None

@@ -24,6 +24,7 @@ from test_readme import ALL_SCRIPTS, block
 TORCH = os.environ.get("FULL_TORCH")
 LOWEST = TORCH == "1"
 BEFORE = {"fsdp2_sft.py": "fsdp2_pretrain.py", "fsdp2_grpo.py": "fsdp2_sft.py"}
+BEFORE["fsdp2_lora.py"] = "fsdp2_pretrain.py"
 pytestmark = [
     pytest.mark.drill,
     pytest.mark.skipif(not TORCH, reason="installs 6 GB: set FULL_TORCH to a version of torch"),

@@ -463,7 +463,7 @@ def plan_epoch(
     config = data_config(
         batching=batching, micro_batch_tokens=budget, pad_to_multiple_of=multiple, seed=seed
     )
-    return common.plan_epoch(lengths, config, epoch)
+    return common.Batches(SimpleNamespace(lengths=lengths), config, 0).plan(epoch)
 
 
 def correlations(values: np.ndarray) -> list[float]:
@@ -830,6 +830,26 @@ def test_variable_length_kernels_equal_attention_one_by_one():
     got, _ = fsdp2_pretrain.document_attention(None, q, k, v, None, 0.125, limits, 512)
     expected = fsdp2_pretrain.attend_one_by_one(q, k, v, limits, 0.125)
     torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("largest", "bits"), [(255, 8), (256, 16), (65535, 16), (65536, 32)])
+def test_the_cache_holds_ids_in_the_smallest_type(tmp_path, monkeypatch, largest, bits):
+    """Tokenizers can skip ids, so the number of tokens is not enough."""
+    tokenizer = copy.deepcopy(common.load_tokenizer("bytes"))
+    monkeypatch.setattr(tokenizer, "get_vocab", lambda: {"a": 0, "z": largest}, raising=False)
+    path = tmp_path / "some.txt"
+    path.write_text(f"{largest}\nb\n")
+
+    config = common.Flags(dataset=str(path))
+    documents = common.load_documents(config, ["text"], largest_id_first, tokenizer)
+    column = documents.documents.data.column("tokens")
+    assert column.type.value_type.bit_width == bits
+    assert documents.read(0)[0].tolist() == [largest, 0, 1] == documents.read(1)[0].tolist()
+
+
+def largest_id_first(row: dict, tokenizer) -> tuple:
+    largest = max(tokenizer.get_vocab().values())
+    return np.array([largest, 0, 1]), np.ones(3, bool), row["text"], 1
 
 
 def test_pieces_are_read_from_any_record_batch(tmp_path):

@@ -25,7 +25,9 @@ split = huggingface_hub.split_torch_state_dict_into_shards
 @pytest.fixture(scope="module")
 def checkpoint(run, weights_directory) -> Path:
     """Return one that started from a model in bf16. Its checkpoint is in fp32, as always."""
-    run_dir = run("ddp_pretrain.py", 1, steps=1, init_from=weights_directory, tokenizer="bytes")
+    large = 2**70  # more than a generator of torch accepts; any seed works
+    flags = {"init_from": weights_directory, "tokenizer": "bytes", "seed": large}
+    run_dir = run("ddp_pretrain.py", 1, steps=1, **flags)
     return run_dir / "checkpoints/step_00000001"
 
 
@@ -72,6 +74,48 @@ def test_the_command_exports_what_the_end_of_a_run_exports(checkpoint, tmp_path)
     assert {path.name for path in at_the_end.iterdir()} == set(os.listdir(tmp_path / "out"))
     for path in at_the_end.iterdir():
         assert path.read_bytes() == (tmp_path / "out" / path.name).read_bytes(), path.name
+
+
+MOE = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16},
+    "deepseek_v3": {
+        "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8, "v_head_dim": 8,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", MOE)
+def test_the_command_writes_experts_one_by_one(kind, checkpoint, tmp_path, monkeypatch):
+    """As `save_pretrained` does, with the names that other programs read."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(kind, **sizes, **heads, **MOE[kind])
+    model = AutoModelForCausalLM.from_config(config)
+    shutil.copytree(checkpoint, tmp_path / "moe", ignore=shutil.ignore_patterns("*.distcp"))
+    config.save_pretrained(tmp_path / "moe/hf")
+    with warnings.catch_warnings(action="ignore"):  # of no process group
+        state = {"app": {"model": model.state_dict()}}
+        dcp.save(state, checkpoint_id=tmp_path / "moe", no_dist=True)
+    small = functools.partial(split, max_shard_size="20KB")
+    monkeypatch.setattr(huggingface_hub, "split_torch_state_dict_into_shards", small)
+    monkeypatch.setattr(sys, "argv", ["common.py", "export", tmp_path / "moe", tmp_path / "out"])
+    common.command_line()
+    model.save_pretrained(tmp_path / "theirs")
+    [theirs] = map(load_file, (tmp_path / "theirs").glob("*.safetensors"))
+    files = {path.name: load_file(path) for path in (tmp_path / "out").glob("*.safetensors")}
+    ours = functools.reduce(lambda a, b: a | b, files.values())
+    assert any(".experts.3." in name for name in ours) and ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["weight_map"] == {name: file for file in files for name in files[file]}
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters()))
+    common.export(tmp_path / "moe", tmp_path / "hf")  # hf/ of a run, which --init_from reads
+    stacked = [load_file(path) for path in (tmp_path / "hf").glob("*.safetensors")]
+    assert set().union(*stacked) == model.state_dict().keys()
 
 
 @pytest.mark.parametrize("scaling", [{}, {"rope_type": "linear", "factor": 4.0}])

@@ -23,7 +23,7 @@ import fsdp2_pretrain
 sys.path.insert(0, str(ROOT / "bench"))
 import gpu  # noqa: E402
 
-ALL = [*SCRIPTS, MUON, *INSIDE, "fsdp2_sft.py", "fsdp2_grpo.py"]
+ALL = [*SCRIPTS, MUON, *INSIDE, "fsdp2_sft.py", "fsdp2_lora.py", "fsdp2_grpo.py"]
 SIZES = {"micro_batch_tokens": 4096}
 GLOBAL = {"global_batch_tokens": 4096 * 4 * 2}  # RL counts prompts instead
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {}
@@ -33,6 +33,7 @@ RUNS["experts bucketed"] = EXPERTS, {"batching": "bucketed", "model": "tiny-moe"
 RUNS["fsdp2_cp_pretrain.py ring"] = "fsdp2_cp_pretrain.py", {"context_attention": "ring"}
 for name in ("fsdp2_pretrain.py", "fsdp2_sft.py", "fsdp2_grpo.py"):
     RUNS[f"{name} packed"] = name, {"batching": "packed"}
+RUNS["fsdp2_lora.py nf4"] = "fsdp2_lora.py", {"base_precision": "nf4"}
 SHORT = list(RUNS)  # the others are for the drills
 for name in ("ddp_pretrain.py", "fsdp1_pretrain.py", *INSIDE):
     RUNS[f"{name} packed"] = name, {"batching": "packed"}
@@ -104,7 +105,7 @@ def test_everything_is_on_this_ranks_gpu_and_nothing_waits(seen, name):
     micro_batches = run["micro_batches"]
     assert micro_batches > 1
     packed, context_parallel = "packed" in name, "_cp_" in name
-    tensors = 2 + packed + (packed or context_parallel) + ("sft" in name)
+    tensors = 2 + packed + (packed or context_parallel) + ("sft" in name or "lora" in name)
     tensors += 3 * ("grpo" in name)
     [copies] = [run["step"][event] for event in run["step"] if "async copy common.py" in event]
     assert run["step"]["pinned"] == copies == micro_batches * tensors

@@ -2,6 +2,7 @@
 
 import ast
 import io
+import sys
 import tokenize
 
 import pytest
@@ -19,17 +20,20 @@ BUDGETS = {
     "fsdp2_ep_pretrain.py": 5100,
     "fsdp2_nd_pretrain.py": 6000,
     "fsdp2_sft.py": 5000,
+    "fsdp2_lora.py": 6400,
     "fsdp2_grpo.py": 7500,
     "chat.py": 1500,
     "common.py": 7800,
+    "sample.py": 600,
 }
-SCRIPTS = [name for name in BUDGETS if name not in ("common.py", "chat.py")]
+SCRIPTS = [name for name in BUDGETS if name not in ("common.py", "chat.py", "sample.py")]
 PRETRAINING = [name for name in SCRIPTS if name.endswith("_pretrain.py")]
 SAME_FROM_HERE = "The rest is the same text in every pretraining script"
 REST = ["Model", "Optimizer and schedule", "Training and validation", "Main"]
 SECTIONS = {
     **dict.fromkeys(PRETRAINING, ["Config", "Strategy", SAME_FROM_HERE, *REST]),
     "fsdp2_sft.py": ["Config", "Conversations", "Strategy", *REST],
+    "fsdp2_lora.py": ["Config", "Conversations", "Adapters", "Strategy", *REST],
     "fsdp2_grpo.py": [
         "Config",
         "Conversations",
@@ -39,6 +43,10 @@ SECTIONS = {
         *REST,
     ],
 }
+# Lines that a script of by_hand/ may have, with docstring, imports and the model.
+BY_HAND = {f"by_hand/{name}.py": 120 for name in ("ddp", "fsdp", "tensor", "pipeline")}
+# Where its strategy begins and ends.
+AFTER_SETUP, LEARNS = '    torch.set_default_device("cuda")\n', "\n# --- A small transformer learns"
 # What Strategy defines, in this order. RL validates by sampling, so it has no validation loss.
 STRATEGY = [
     "init_process_group",
@@ -154,6 +162,7 @@ def imported(name: str) -> set[str]:
 def test_scripts_import_only_the_shared_files_and_these_no_script():
     assert imported("common.py") == set()
     assert imported("chat.py") == {"common"}
+    assert imported("sample.py") == set()
     for name in SCRIPTS:
         assert imported(name) == ({"common"} if name in PRETRAINING else {"chat", "common"})
 
@@ -170,7 +179,41 @@ def test_common_knows_no_strategy_no_optimizer_and_no_loop(word):
     assert word not in read("common.py")
 
 
+def test_all_scripts_by_hand_are_listed():
+    assert sorted(BY_HAND) == sorted(f"by_hand/{f.name}" for f in (ROOT / "by_hand").glob("*.py"))
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_script_by_hand_is_short_and_needs_only_torch(name):
+    text = read(name)
+    assert len(text.splitlines()) <= BY_HAND[name]
+    strategy = text.partition(AFTER_SETUP)[2].partition(LEARNS)[0]
+    assert 30 < len(strategy.strip().splitlines()) <= 60
+    nodes = list(ast.walk(ast.parse(text)))
+    modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
+    roots = {module.split(".")[0] for module in modules}
+    assert roots <= {"torch", *sys.stdlib_module_names}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_scripts_by_hand_have_the_same_setup_and_transformer(name):
+    found = []
+    for script in (name, [*BY_HAND][0]):
+        text = read(script)
+        setup = text[text.index("dist.init_process_group()") : text.index(AFTER_SETUP)]
+        model = text[text.index(LEARNS) : text.index("\ntorch.manual_seed(0)")]
+        found.append((setup, model))
+    assert found[0] == found[1]
+
+
 def test_pages_are_short():
     limits = {"README.md": 250, "docs/runs.md": 300, "docs/scale.md": 220, "docs/speed.md": 212}
+    limits |= {
+        "docs/one_gpu.md": 150,
+        "docs/recipes.md": 155,
+        "AGENTS.md": 60,
+        "docs/break_even.md": 150,
+    }
     for page, limit in limits.items():
         assert len(read(page).splitlines()) <= limit, page

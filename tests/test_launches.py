@@ -46,7 +46,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_before_a_checkpoint(
     assert [line["step"] for line in read_lines(tmp_path) if "loss" in line] == [1]
 
 
-@pytest.mark.parametrize("script", [*PRETRAINING, "fsdp2_sft.py", "fsdp2_grpo.py"])
+@pytest.mark.parametrize("script", [*PRETRAINING, "fsdp2_sft.py", "fsdp2_lora.py", "fsdp2_grpo.py"])
 def test_every_script_checks_before_the_update(script):
     text = (ROOT / script).read_text()
     [check] = re.finditer("common.refuse_non_finite", text)

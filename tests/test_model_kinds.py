@@ -25,6 +25,7 @@ ALONE = {
     "fsdp2_ep_pretrain": {"expert_parallel": 1},
     "fsdp2_nd_pretrain": {"tensor_parallel": 1, "context_parallel": 1, "pipeline_parallel": 1},
     "fsdp2_sft": {},
+    "fsdp2_lora": {},
     "fsdp2_grpo": {},
 }
 

@@ -187,7 +187,7 @@ def test_bytes_sent_are_the_closed_form(updated, folder, ranks, case):
 def test_orthogonalized_matrices_have_the_singular_vectors_of_the_matrix():
     """By an SVD in float64. Their singular values are about 1, except for tiny ones."""
     generator = torch.Generator().manual_seed(0)
-    for shape in ((24, 40), (40, 24), (3, 24, 24)):
+    for shape in ((1, 24, 40), (1, 40, 24), (3, 24, 24)):
         matrix = torch.randn(shape, generator=generator, dtype=torch.float64)
         u, values, vh = torch.linalg.svd(matrix, full_matrices=False)
         assert (values / values.square().sum(-1, keepdim=True).sqrt()).min() > 1e-3
@@ -199,7 +199,7 @@ def test_orthogonalized_matrices_have_the_singular_vectors_of_the_matrix():
 
 
 def test_a_matrix_of_zeros_stays_zero():
-    assert not script.newton_schulz(torch.zeros(3, 5)).any()
+    assert not script.newton_schulz(torch.zeros(1, 3, 5)).any()
 
 
 # --- Runs -----------------------------------------------------------------------------------------
@@ -313,14 +313,17 @@ def test_muon_updates_matrices_but_no_kernels_of_convolutions(tmp_path, monkeypa
     assert found == projections and len(state) > 2 * len(found)
 
 
-def test_batches_hold_a_matrix_per_rank_of_about_the_same_size():
+def test_batches_hold_matrices_of_one_shape(monkeypatch):
+    """Equally many per rank, up to a limit. A matrix above it is alone on its rank."""
+    monkeypatch.setattr(script, "BATCH_NUMBERS", 20)
     mesh = SimpleNamespace(size=lambda dimension: 2)
-    sizes = [(4, 4), (2, 4), (3, 8, 8), (4, 4), (2, 4), (9, 9)]
+    sizes = [(4, 4), (2, 4), (3, 8, 8), (4, 4), *[(2, 4)] * 4, (9, 9), (4, 4), (3, 8, 8)]
     parameters = []
     for size in sizes:
         parameters.append(torch.zeros(size))
         parameters[-1].device_mesh = mesh
     batches = script.batches_of_matrices(parameters)
     shapes = [[tuple(matrix.shape) for matrix in batch] for batch in batches]
-    assert shapes == [[(3, 8, 8)], [(2, 4)] * 2, [(4, 4)] * 2, [(9, 9)]]
+    squares = [[(4, 4)] * 2, [(4, 4)]]
+    assert shapes == [*squares, [(2, 4)] * 4, [(2, 4)], [(3, 8, 8)], [(3, 8, 8)], [(9, 9)]]
     assert script.batches_of_matrices([]) == []

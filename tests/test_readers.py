@@ -38,7 +38,8 @@ def test_each_row_of_jsonl_has_its_own_types(tmp_path):
 
 
 def test_a_broken_line_costs_one_line(tmp_path, capfd):
-    lines = ['{"text": "a"}', '{"text": ', "", "7", "[1]", '"text"', '{"text": "b"}', "{}"]
+    """A byte order mark, as Windows writes it, costs nothing."""
+    lines = ['\ufeff{"text": "a"}', '{"text": ', "", "7", "[1]", '"text"', '{"text": "b"}', "{}"]
     file = tmp_path / "broken.jsonl"
     file.write_text("\n".join(lines))
     config = data_config(dataset=str(file))

@@ -25,12 +25,12 @@ import common
 import fsdp2_grpo
 
 ALL_SCRIPTS = [*SCRIPTS, MUON, *INSIDE, EXPERTS, "fsdp2_nd_pretrain.py"]
-ALL_SCRIPTS += ["fsdp2_sft.py", "fsdp2_grpo.py"]
+ALL_SCRIPTS += ["fsdp2_sft.py", "fsdp2_lora.py", "fsdp2_grpo.py"]
 # All are imported before one is parsed, because HfArgumentParser changes the types of the fields
 # that the scripts inherit.
 CONFIGS = {script: importlib.import_module(script[:-3]).Config for script in ALL_SCRIPTS}
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = {page.name: page.read_text() for page in PAGES}
 
 
@@ -77,7 +77,8 @@ def test_flags_of_the_pages_are_accepted(command, monkeypatch):
 # Flags in running text that are not the scripts': torchrun's, pytest's and the programs' of bench/.
 OTHERS = """nnodes nproc-per-node max-restarts shutdown-timeout rdzv-backend rdzv-id rdzv-endpoint
     standalone help nonblocking pid signal cpus-per-task ntasks-per-node gpus-per-node nodes
-    requeue ranks vocabulary memory_gib link_gbps tflops no-build-isolation turns only""".split()
+    requeue ranks vocabulary memory_gib link_gbps tflops no-build-isolation turns only
+    check model_args tasks batch_size""".split()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -114,7 +115,8 @@ def test_links_resolve(page):
 
 def test_every_page_is_linked_from_the_readme():
     linked = {Path(name).name for name in re.findall(r"\]\((docs/\w+\.md)\)", README)}
-    assert linked == TEXT.keys() - {"README.md"}
+    assert linked == TEXT.keys() - {"README.md", "AGENTS.md"}
+    assert "(AGENTS.md)" in README
 
 
 @pytest.mark.drill
@@ -127,7 +129,7 @@ def test_first_run(tmp_path):
         "source .venv/bin/activate",
         "pip install -r requirements.txt",
     ]
-    for name in (*ALL_SCRIPTS, "common.py", "chat.py"):
+    for name in (*ALL_SCRIPTS, "common.py", "chat.py", "sample.py"):
         shutil.copy(ROOT / name, tmp_path)
     cache = str(tmp_path / "cache")  # nothing is cached yet
     environment = os.environ | {"HF_HOME": cache, "HF_DATASETS_CACHE": cache}
@@ -165,7 +167,7 @@ def test_first_run(tmp_path):
     assert re.search(r"\b(def|self|return|if|for)\b", sample)  # a newcomer sees that it is Python
     assert f"files: {run_dir.relative_to(tmp_path)}/metrics.jsonl" in printed
     following = re.search(r"next:  (.*)", printed)[1]
-    pretrain, tune, reinforce, *chat = block("chain")
+    pretrain, tune, reinforce, chat = block("chain")
     assert pretrain == command and "fsdp2_tp_pretrain.py" in following
     following = re.search(r"next:  (.*)", run(tune))[1]
     assert reinforce == following
@@ -177,8 +179,9 @@ def test_first_run(tmp_path):
     before, after = map(float, re.search(r"rises from ([\d.]+) to ([\d.]+)", README).groups())
     assert rewards[0] < before + 0.03
     assert rewards[-1] > before + 0.2 * (after - before)
-    streamed = run("\n".join(chat), quiet=False)
-    assert streamed.startswith("<|begin_of_thought|>") and len(streamed) > 50
+    message = r"Write the docstring of:\\\n\\\ndef add(a, b):\\\n    return a + b\\\n\n"
+    streamed = run(f"printf '{message}' | {chat}", quiet=False)
+    assert "<|begin_of_thought|>" in streamed and len(streamed) > 60
     held_out = subprocess.run(
         [sys.executable, ROOT / "bench/bigram.py"], env=environment, capture_output=True, text=True
     )
@@ -269,6 +272,20 @@ def chapters() -> dict[str, str]:
     return dict(re.findall(r"\((\w+\.py)\), [\d,]+ lines, \[page\]\(docs/(\w+)\.md\)", README))
 
 
+def test_symbols_of_formulas_are_explained_once():
+    [symbols] = re.findall(r"## Symbols\n(.*?)\n## ", TEXT["break_even.md"], re.DOTALL)
+    explained = re.findall(r"(?m)^\| ([A-Za-z, ]+) \|", symbols)
+    names = [name for cell in explained for name in cell.split(", ")]
+    assert len(names) == len({*names}) > 15
+    chapter_table, traffic_table = (
+        re.search(rf"<!-- begin {part} -->(.*?)<!-- end", TEXT[page], re.DOTALL)[1]
+        for part, page in (("chapters", "README.md"), ("traffic", "scale.md"))
+    )
+    formulas = re.sub(r"\w*[A-Z]{2,}[A-Z0-9]+\w*|\[.*?\]|`.*?`", "", chapter_table + traffic_table)
+    used = {*re.findall(r"(?<![A-Za-z])[A-Z](?![a-zA-Z]| is)", formulas)}
+    assert used <= {*names} and {*"NPGAQK"} <= used, used - {*names}
+
+
 def test_every_script_has_a_page():
     assert sorted(chapters()) == sorted(ALL_SCRIPTS)
 
@@ -305,7 +322,9 @@ def quick_programs(tmp_path_factory):
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("page", share(chapters().values()))
+@pytest.mark.parametrize(
+    "page", share(page.stem for page in PAGES if "<!-- try -->" in TEXT[page.name])
+)
 def test_experiments_print_what_the_pages_show(page, monkeypatch, quick_programs):
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     import tryit
@@ -371,6 +390,17 @@ def test_generated_parts_are_current(monkeypatch):
     assert sorted(readme.PAGES) == sorted(PAGES)
     for page in PAGES:
         assert readme.renewed(TEXT[page.name]) == TEXT[page.name], page
+    assert {readme.diffs.BASE, *readme.diffs.OTHERS} == {*ALL_SCRIPTS}
+
+
+def test_the_proofs_that_assistants_are_asked_for_exist():
+    text = TEXT["AGENTS.md"]
+    assert 40 <= len(text.splitlines()) <= 60
+    [proof] = re.findall(r"<!-- proof -->\n```bash\n(.*?)```", text, re.DOTALL)
+    named = re.findall(r"\S+\.py", proof)
+    assert len(named) == 5 and all((ROOT / name).is_file() for name in named)
+    [lint, format_check] = proof.splitlines()[0].split(" && ")
+    assert {lint, format_check} < {*(ROOT / ".ci/run").read_text().splitlines()}
 
 
 def test_help_lists_every_flag_quickly():

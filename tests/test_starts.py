@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM
 
 import common
 import fsdp2_grpo
+import fsdp2_lora
 import fsdp2_pretrain
 import fsdp2_sft
 
@@ -226,7 +227,7 @@ def test_each_parameter_is_in_one_group_of_the_optimizer(wrong):
         scope["build_optimizer"](model, decayed, config)
 
 
-TUNED = [fsdp2_pretrain, fsdp2_sft, fsdp2_grpo]
+TUNED = [fsdp2_pretrain, fsdp2_sft, fsdp2_lora, fsdp2_grpo]
 
 
 @pytest.mark.parametrize("script", TUNED, ids=lambda script: script.__name__)
@@ -238,9 +239,11 @@ def test_learning_rates_depend_on_the_model(script):
         script.set_learning_rates(made := SimpleNamespace(**config), parameters)
         return made.learning_rate, made.min_learning_rate
 
-    small, large, part = {"fsdp2_sft": (2e-3, 2e-5, 10), "fsdp2_grpo": (5e-4, 1e-6, 10)}.get(
-        script.__name__, (3e-3, 3e-4, 50)
-    )
+    small, large, part = {
+        "fsdp2_sft": (2e-3, 2e-5, 10),
+        "fsdp2_lora": (1e-2, 2e-4, 10),
+        "fsdp2_grpo": (5e-4, 1e-6, 10),
+    }.get(script.__name__, (3e-3, 3e-4, 50))
     assert rates(9_999_999) == (small, small / part)
     assert rates(10_000_000) == (large, large / part)
     if script is fsdp2_pretrain:

@@ -23,7 +23,6 @@ torch._dynamo.config.accumulated_recompile_limit
 torch._dynamo.config.optimize_ddp
 torch._dynamo.config.recompile_limit
 torch._functorch.config.enable_autograd_cache
-torch.distributed._functional_collectives.all_to_all_single
 torch.distributed._functional_collectives.all_to_all_single_autograd
 torch.distributed._functional_collectives.permute_tensor
 torch.distributed.device_mesh.DeviceMesh._concatenate

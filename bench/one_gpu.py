@@ -1,0 +1,53 @@
+"""Where the memory of one GPU goes, by the dry run: one row for each setting.
+
+    python bench/one_gpu.py
+
+Qwen2-0.5B's shape with the GPT-2 vocabulary under DDP on one rank, which is the plain case, in
+bf16. A step has 16,384 tokens in sequences of 2,048. It is the table of docs/one_gpu.md.
+"""
+
+from typing import Any
+
+import shared
+import strategies
+from dry_run import GIB
+
+import ddp_pretrain
+
+VOCABULARY = 50257
+STEP = 16384  # tokens
+HALF = {"micro_batch_tokens": 8192}
+# Setting -> flags, and the tokens whose logits exist at the same time.
+SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
+    "one micro-batch of 16,384": ({}, 2048),
+    "2 micro-batches of 8,192": (HALF, 2048),
+    "the same, all logits at once": (HALF, 8192),
+    "the same, in fp32": (HALF | {"precision": "fp32"}, 2048),
+    "half of the blocks recomputed": (HALF | {"activation_checkpointing": "0.5"}, 2048),
+    "all but matmuls recomputed": (HALF | {"activation_checkpointing": "selective"}, 2048),
+    "every block recomputed": (HALF | {"activation_checkpointing": "full"}, 2048),
+}
+
+
+def row(setting: str) -> str:
+    flags, ddp_pretrain.CHUNK_TOKENS = SETTINGS[setting]
+    flags = {"micro_batch_tokens": STEP, "global_batch_tokens": STEP} | flags
+    seen = strategies.report("ddp", "qwen2-0.5b", VOCABULARY, 1, **flags)
+    state = ("parameters", "gradients", "optimizer state")
+    peak = dict(seen.peak)
+    cells = [sum(peak.pop(kind, 0) for kind in state), peak.pop("activations", 0)]
+    cells += [sum(peak.values()), sum(cells) + sum(peak.values())]
+    sizes = " | ".join(f"{size / GIB:.1f}" for size in cells)
+    return f"| {setting} | {sizes} | {seen.flops / 1e12:.0f} |"
+
+
+def main() -> None:
+    shared.read(__doc__)
+    print("| a step of 16,384 tokens | state | activations | other | peak in GiB | TFLOPs |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for setting in SETTINGS:
+        print(row(setting), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""Talk to a model: continue a text, or chat.
+
+    python sample.py runs/fsdp2_pretrain --prompt "def "
+    python sample.py runs/fsdp2_sft
+
+The model is a run directory, a Hugging Face directory (also one of PEFT's adapters, if `peft` is
+installed), or a hub id. Without --prompt, each line that you type is a message. A backslash at its
+end continues the message on the next line. Ctrl-D ends the chat.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+from transformers.utils import is_peft_available
+
+OPTIONS = {"max_new_tokens": 300, "do_sample": True, "temperature": 0.6}
+
+
+def refuse(message: str) -> NoReturn:
+    print("error:", " ".join(message.split()), file=sys.stderr)
+    sys.exit(2)
+
+
+def find_model(name: str) -> str:
+    """Return what transformers can load: the hf/ of a run directory, otherwise the name itself."""
+    if Path(name, "hf").is_dir():
+        return f"{name}/hf"
+    if Path(name, "metrics.jsonl").exists():
+        checkpoint = max(Path(name, "checkpoints").glob("step_*[0-9]"), default="CHECKPOINT")
+        refuse(
+            f"{name} has no hf/, because the end of a run writes it. To export a checkpoint: "
+            f"python common.py export {checkpoint} {name}/hf"
+        )
+    if Path(name, "adapter_config.json").exists() and not is_peft_available():
+        refuse(f"{name} has adapters, which transformers loads only with peft: pip install peft")
+    return name
+
+
+def generate(model, tokenizer, ids: torch.Tensor, skip_prompt: bool) -> list:
+    """Print the tokens that follow the ids as the model generates them, and return them."""
+    ids = ids.to(model.device)
+    # Without a mask and an id for padding, transformers would warn, although nothing is padded.
+    options = OPTIONS | {"attention_mask": torch.ones_like(ids)}
+    options["pad_token_id"] = tokenizer.eos_token_id
+    output = model.generate(ids, streamer=TextStreamer(tokenizer, skip_prompt), **options)
+    return output[0, ids.shape[1] :].tolist()
+
+
+def chat(model, tokenizer) -> NoReturn:
+    """Answer messages until the input ends. All earlier ones are in the context."""
+    messages = []
+    while True:
+        text = input("> ")
+        while text.endswith("\\"):
+            text = text[:-1] + "\n" + input("  ")
+        messages.append({"role": "user", "content": text})
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        answer = generate(model, tokenizer, encoded["input_ids"], skip_prompt=True)
+        if answer[-1] in tokenizer.added_tokens_decoder:
+            answer.pop()  # the token that ends a turn: the template writes it again
+        messages.append({"role": "assistant", "content": tokenizer.decode(answer)})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
+    parser.add_argument("model")
+    parser.add_argument("--prompt")
+    parser.error = refuse
+    config = parser.parse_args()
+    if config.prompt == "":
+        refuse("--prompt is empty")
+    name = find_model(config.model)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False)
+    except Exception as error:
+        refuse(f"{name} is not a run, and transformers cannot load it: {str(error)[:300]}")
+    model.to(torch.accelerator.current_accelerator(check_available=True))
+    try:
+        if config.prompt:
+            ids = tokenizer(config.prompt, return_tensors="pt")["input_ids"]
+            generate(model, tokenizer, ids, skip_prompt=False)
+        elif tokenizer.chat_template:
+            chat(model, tokenizer)
+        else:
+            refuse(f"{config.model} has no chat template, so it cannot chat: use --prompt")
+    except (EOFError, KeyboardInterrupt):
+        print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Train adapters in every mode in one launch; test_lora.py checks it.
+
+For conftest.launch, with flags: --out, the file to write; --cases, JSON {case: flags}.
+"""
+
+import gc
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+import collectives  # noqa: E402
+import shared  # noqa: E402
+
+import common  # noqa: E402
+import fsdp2_lora as script  # noqa: E402
+
+CPU = torch.device("cpu")
+DATA: dict = {}
+
+
+def data_of(config) -> tuple:
+    """Return batches for training and validation, and the model's architecture."""
+    key = (config.init_from, config.batching, config.micro_batch_tokens)
+    if key not in DATA:
+        tokenizer, known_ids = script.chat_tokenizer(config)
+        documents = common.load_documents(
+            config, script.chat.COLUMNS, script.tokenize_conversation, tokenizer
+        )
+        parts = [script.truncate(part, config.max_length) for part in documents.split(2000)]
+        batches = [script.ConversationBatches(p, config, tokenizer.eos_token_id) for p in parts]
+        DATA[key] = [*batches, tokenizer, known_ids]
+    training, validation, tokenizer, known_ids = DATA[key]
+    return training, validation, script.build_model_config(config, tokenizer, known_ids)
+
+
+def digest(model: torch.nn.Module) -> str:
+    """Return a hash of this rank's shards of the frozen parameters."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):  # a validation leaves the root unsharded
+            module.reshard()
+    found = hashlib.sha1()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            local = getattr(parameter.detach(), "_local_tensor", parameter.detach())
+            found.update(name.encode())
+            found.update(local.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def full(parameter: torch.Tensor) -> torch.Tensor:
+    parameter = parameter.detach()
+    return parameter.full_tensor().clone() if isinstance(parameter, DTensor) else parameter.clone()
+
+
+def without_adapters(self: script.LoraLinear, inputs: torch.Tensor) -> torch.Tensor:
+    if self.is_quantized:
+        values = self.values.to(inputs.dtype)
+        return script.QuantizedLinear.apply(inputs, self.weight, self.bias, values)
+    return torch.nn.functional.linear(inputs, self.weight, self.bias)
+
+
+def train(flags: dict) -> dict:
+    """Return losses and norms of some steps, the adapters before and after, and what is frozen."""
+    config = script.Config(**flags)
+    compiled = torch._dynamo.utils.counters["stats"]
+    compiled.clear()
+    training, validation, model_config = data_of(config)
+    training.config = validation.config = config
+    model = script.build_model(config, model_config)
+    model, optimizer = shared.build(script, config, model, CPU)
+    script.load_weights(model, config.init_from)
+    seen: dict = {"losses": [], "norms": []}
+    frozen = digest(model)
+    adapters = script.adapters_of(model)
+    seen["before"] = {name: full(p) for name, p in adapters.named_parameters()}
+    seen["rows"] = [p.to_local().shape[0] for p in adapters.parameters()]
+    seen["start"] = seen["base"] = script.evaluate(model, validation, config, CPU)
+    if not config.compile:  # graphs would keep the forward that they were made of
+        forward, script.LoraLinear.forward = script.LoraLinear.forward, without_adapters
+        seen["base"] = script.evaluate(model, validation, config, CPU)
+        script.LoraLinear.forward = forward
+    accumulation = config.global_batch_tokens // config.micro_batch_tokens
+    share = script.dp_rank_and_size(config)
+    for batch in training.stream(0, config.steps, accumulation, *share):
+        step = [model, optimizer, batch, script.learning_rate_at(batch.step, config), config, CPU]
+        measured = script.train_step(*step)
+        seen["losses"].append(measured["loss"])
+        seen["norms"].append(measured["grad_norm"])
+    seen["graphs"] = compiled["unique_graphs"]
+    seen["after"] = {name: full(p) for name, p in adapters.named_parameters()}
+    seen["validation"] = script.evaluate(model, validation, config, CPU)
+    seen["frozen as before"] = all(common.gather(frozen == digest(model)))
+    frozen_gradients = [p.grad for p in model.parameters() if not p.requires_grad]
+    seen["frozen gradients"] = sum(gradient is not None for gradient in frozen_gradients)
+    updated = sum(len(group["params"]) for group in optimizer.param_groups)
+    seen["updated"] = updated - len(seen["after"])
+    with collectives.Ledger() as ledger:
+        script.train_step(*step[:3], 0.0, *step[4:])
+    kinds = ("all-gather", "reduce-scatter")
+    seen["sent"] = sum(call.sent for call in ledger.calls if call.kind in kinds)
+    return seen
+
+
+def main() -> None:
+    given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+    script.init_process_group(script.Config(global_batch_tokens=4096 * 4))
+    seen = {}
+    for case, flags in json.loads(given["--cases"]).items():
+        seen[case] = train(flags)
+        gc.collect()
+    if dist.get_rank() == 0:
+        torch.save(seen, given["--out"])
+    shared.leave()
+
+
+if __name__ == "__main__":
+    main()
