@@ -13,6 +13,7 @@ A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of
     stages                           pipelines across machines, of docs/stages.json
     experts                          a mixture of experts on many GPUs, of docs/experts.json
     meshes                           meshes for Llama 3's shapes, of docs/meshes.json
+    published                        their estimate beside torchtitan's figures (bench/meshes.py)
     sampling                         what sampling takes beside training (bench/strategies.py)
     bubble                           what stages wait, of docs/bubble.json
     rows                             what becomes of rows of conversations (bench/rows.py)
@@ -91,6 +92,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "stages": strategies.stages_table,
         "bubble": bubble.bubble_table,
         "meshes": meshes.meshes_table,
+        "published": meshes.published_table,
         "experts": strategies.experts_table,
         "rows": rows.rows_table,
         "sampling": strategies.sampling_table,

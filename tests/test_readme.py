@@ -366,6 +366,22 @@ def test_benchmarks_explain_themselves(program, monkeypatch, capsys):
             assert "error: " in seen.err.splitlines()[-1]
 
 
+def test_the_estimate_of_meshes_is_as_good_as_its_page_says(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import meshes
+
+    meshes.published_table()
+    off = {(m.pp, m.interleaved): 0.0 for m, _ in meshes.PUBLISHED.values()}
+    for mesh, measured in meshes.PUBLISHED.values():
+        kind = mesh.pp, mesh.interleaved
+        off[kind] = max(off[kind], abs(mesh.tokens_per_second / measured - 1))
+    bound, of_1f1b = re.search(
+        r"to (\d+) % without a pipeline, and (\d+) % too", TEXT["meshes.md"]
+    ).groups()
+    assert off[1, 1] < int(bound) / 100
+    assert off[8, 1] == pytest.approx(int(of_1f1b) / 100, abs=0.01)
+
+
 def test_generated_parts_are_current(monkeypatch):
     """`python bench/readme.py` would change nothing."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
