@@ -13,7 +13,7 @@ from shared import ROOT
 BASE = "fsdp2_pretrain.py"
 OTHERS = ["ddp_pretrain.py", "fsdp1_pretrain.py", "fsdp2_muon_pretrain.py"]
 OTHERS += [f"{name}_pretrain.py" for name in shared.INSIDE]
-OTHERS += ["fsdp2_sft.py", "fsdp2_grpo.py"]
+OTHERS += ["fsdp2_sft.py", "fsdp2_lora.py", "fsdp2_grpo.py"]
 
 
 def code_of(script: str) -> list[str]:
