@@ -711,7 +711,7 @@ def closed_form_of(report: Report, script: Any, config: Any) -> tuple[float, str
         parts["for shards of equal size"] = padding
     inside, more, ends = sent_inside(report, config)
     if ends:
-        muon = "as matrices are of unequal size or fewer than ranks"
+        muon = "as ranks do not divide the matrices of a shape"
         parts[muon if report.exchanged else "for embedding, norms, head and loss"] = ends
     return expected + inside, formula + more, parts
 

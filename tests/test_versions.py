@@ -22,6 +22,10 @@ PRIVATE = """
 torch._dynamo.config.accumulated_recompile_limit
 torch._dynamo.config.optimize_ddp
 torch._dynamo.config.recompile_limit
+torch._foreach_add_
+torch._foreach_lerp
+torch._foreach_lerp_
+torch._foreach_mul_
 torch._functorch.config.enable_autograd_cache
 torch.distributed._functional_collectives.all_to_all_single_autograd
 torch.distributed._functional_collectives.permute_tensor
