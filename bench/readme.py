@@ -108,13 +108,16 @@ def parts() -> dict[str, Callable[[], str]]:
 def lines_of(file: str, first: str, last: str) -> str:
     """Return lines of a script as a code block, without the indentation that they share.
 
-    The first is the first line below the header of a section that contains `first`.
+    The first is the first line below the header of a section that contains `first`, and in
+    by_hand/ the first below the imports.
     """
     lines = (ROOT / file).read_text().splitlines()
-    section = "Strategy" if file.endswith("_pretrain.py") else "Config"
+    above = "# --- Strategy" if file.endswith("_pretrain.py") else "# --- Config"
     if file == "chat.py":
-        section = "Chat templates"
-    start = next(i for i, line in enumerate(lines) if line.startswith(f"# --- {section}"))
+        above = "# --- Chat templates"
+    if file.startswith("by_hand/"):
+        above = "dist.init_process_group"
+    start = next(i for i, line in enumerate(lines) if line.startswith(above))
     begin = next(i for i in range(start, len(lines)) if first in lines[i])
     end = next(i for i in range(begin, len(lines)) if last in lines[i])
     code = textwrap.dedent("\n".join(lines[begin : end + 1]))

@@ -28,7 +28,7 @@ class Bucket:
     """The gradients of some parameters, in one flat tensor that is all-reduced at once."""
 
     def __init__(self, parameters):
-        self.missing = self.size = len(parameters)
+        self.size = self.missing = len(parameters)
         self.flat = torch.zeros(sum(p.numel() for p in parameters))
         views = self.flat.split([p.numel() for p in parameters])
         for parameter, view in zip(parameters, views):

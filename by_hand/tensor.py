@@ -40,7 +40,7 @@ class Communicate(torch.autograd.Function):
 
 
 def all_reduce(x):
-    total = x.clone()
+    total = x.clone()  # autograd may still need x
     dist.all_reduce(total)
     SENT.append(2 * x.nbytes * (RANKS - 1) / RANKS)
     return total
@@ -49,14 +49,16 @@ def all_reduce(x):
 def by_hand(model):
     for block in model[1:-1]:
         for column, row in ((block.qkv, block.out), (block.up, block.down)):
-            # Column-parallel: this rank computes some of the outputs. Other outputs depend on x
-            # too, so its gradient is a sum over the ranks.
-            column.weight = nn.Parameter(column.weight.detach().chunk(RANKS, dim=0)[RANK].clone())
+            # Column-parallel: this rank computes some of the outputs. All outputs depend on the
+            # input, so its gradient is a sum over the ranks (Megatron's f).
+            weight = column.weight.detach().chunk(RANKS, dim=0)[RANK]
+            column.weight = nn.Parameter(weight.clone())
             column.register_forward_pre_hook(
-                lambda _, x: Communicate.apply(*x, torch.clone, all_reduce)
+                lambda _, inputs: Communicate.apply(*inputs, torch.clone, all_reduce)
             )
-            # Row-parallel: this rank has some of the inputs, so its outputs are partial sums.
-            row.weight = nn.Parameter(row.weight.detach().chunk(RANKS, dim=1)[RANK].clone())
+            # Row-parallel: this rank has some of the inputs, so outputs are partial sums (g).
+            weight = row.weight.detach().chunk(RANKS, dim=1)[RANK]
+            row.weight = nn.Parameter(weight.clone())
             row.register_forward_hook(lambda _, x, y: Communicate.apply(y, all_reduce, torch.clone))
     return model, torch.optim.AdamW(model.parameters(), lr=0.003)
 
