@@ -13,6 +13,7 @@ batches in fp32, a step of each after the other. Prints the CPU seconds of all r
 """
 
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -51,8 +52,6 @@ def save_shape(name: str, blocks: int, folder: str) -> str:
 
 def predict(way: str, path: str, ranks: int) -> dict[str, float]:
     """Return GiB of a rank at rest and at the peak, and the GB that it sends."""
-    import importlib
-
     import dry_run
 
     dry_run.be_rank(0, ranks, 8)

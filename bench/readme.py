@@ -12,6 +12,7 @@ A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of
     inside                           tensor and context parallel, of docs/inside.json
     stages                           pipelines across machines, of docs/stages.json
     experts                          a mixture of experts on many GPUs, of docs/experts.json
+    lora                             LoRA beside full fine-tuning, of docs/lora.json
     meshes                           meshes for Llama 3's shapes, of docs/meshes.json
     sampling                         what sampling takes beside training (bench/strategies.py)
     bubble                           what stages wait, of docs/bubble.json
@@ -29,6 +30,7 @@ from collections.abc import Callable
 
 import bubble
 import compare
+import lora
 import meshes
 import rows
 import shared
@@ -86,6 +88,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "inside": strategies.inside_table,
         "stages": strategies.stages_table,
         "bubble": bubble.bubble_table,
+        "lora": lora.lora_table,
         "meshes": meshes.meshes_table,
         "experts": strategies.experts_table,
         "rows": rows.rows_table,
