@@ -12,6 +12,7 @@ A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of
     inside                           tensor and context parallel, of docs/inside.json
     stages                           pipelines across machines, of docs/stages.json
     experts                          a mixture of experts on many GPUs, of docs/experts.json
+    lora                             LoRA beside full fine-tuning, of docs/lora.json
     meshes                           meshes for Llama 3's shapes, of docs/meshes.json
     published                        their estimate beside torchtitan's figures (bench/meshes.py)
     sampling                         what sampling takes beside training (bench/strategies.py)
@@ -34,6 +35,7 @@ import break_even
 import bubble
 import compare
 import diffs
+import lora
 import meshes
 import rows
 import shared
@@ -91,6 +93,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "inside": strategies.inside_table,
         "stages": strategies.stages_table,
         "bubble": bubble.bubble_table,
+        "lora": lora.lora_table,
         "meshes": meshes.meshes_table,
         "published": meshes.published_table,
         "experts": strategies.experts_table,

@@ -236,6 +236,11 @@ CHAPTERS = [  # script, page, idea, memory per rank, communication of a step, wh
         "as FSDP2", "as FSDP2", "you have conversations to learn from",
     ),
     (
+        "fsdp2_lora", "lora", "LoRA and QLoRA: adapters beside a frozen base in bf16 or 4 bits",
+        "(b + 16p/P)/N, b = 2 or about 0.53", "2B(N-1)/N, B: bytes of the base as it is kept",
+        "full fine-tuning does not fit, or you want a small file per task",
+    ),
+    (
         "fsdp2_grpo", "rl", "RL (GRPO): the model samples answers, a function scores them",
         "as FSDP2; all parameters while it samples", "FSDP2's; P(N-1)/N to sample",
         "a program can tell good answers from bad ones",
