@@ -41,7 +41,8 @@ def run_blocks(
     with tempfile.TemporaryDirectory() as folder:
         for file in ROOT.glob("*.py"):
             shutil.copy(file, folder)
-        shutil.copytree(ROOT / "bench", Path(folder, "bench"))
+        for name in ("bench", "by_hand"):
+            shutil.copytree(ROOT / name, Path(folder, name))
         environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
         environment["PATH"] = f"{programs}:{environment['PATH']}"
         for _, commands, shown in BLOCK.findall(text):
