@@ -340,7 +340,7 @@ def from_tiktoken(encoding: tiktoken.Encoding):
 
 
 def encode_text(text: str, tokenizer: Tokenizer):
-    """Return the ids of a text, with those that the tokenizer adds to each text (bos).
+    """Return the ids of a text (uint8 or uint32), with those that the tokenizer adds (bos).
 
     Special tokens that the text spells out stay plain text.
     """

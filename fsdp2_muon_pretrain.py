@@ -384,13 +384,14 @@ class Muon(torch.optim.AdamW):
 
 
 AdamW = Muon  # the name that `build_optimizer` uses in all scripts
-BATCH_NUMBERS = 2**25  # of a rank's matrices that are orthogonalized at once: 64 MB in bf16
+# A rank orthogonalizes small matrices together, up to this many numbers: 64 MB in bf16.
+BATCH_NUMBERS = 2**25
 
 
 def batches_of_matrices(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Return what the ranks orthogonalize at the same time: matrices of one shape, or a stack.
 
-    Small ones are many, because a GPU computes a matmul of them faster than a CPU launches it.
+    Small matrices are batched, because a GPU multiplies one faster than the CPU launches a kernel.
     """
     alike: dict[torch.Size, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -415,7 +416,7 @@ def orthogonalize(directions: list[torch.Tensor], matrix: DTensor) -> list[torch
         This rank's shards of the results.
     """
     mesh = matrix.device_mesh
-    # [matrices, my rows, columns]; the shards may be offloaded
+    # The shards may be offloaded, so move them to the device: [matrices, my rows, columns]
     stack = torch.stack(directions).to(mesh.device_type, matrix.muon_dtype)
     if matrix.ndim == 3:  # FSDP2 shards experts, so each rank has some of them in full
         return [newton_schulz(stack[0]).to(directions[0])]
