@@ -212,7 +212,7 @@ def launch(main: Callable):
     The exit code is 2 for input that cannot work, and 1 for a failure once training has begun.
     `os._exit`, because a regular shutdown with live communication threads can hang or abort.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # The kernel sends SIGTERM when torchrun dies. Otherwise ranks would train on unseen.
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
         # If it has died already, init has adopted this rank. (In containers, init can be torchrun.)
@@ -459,7 +459,7 @@ def tokenize(row: dict, columns: list, function: Callable, tokenizer: Tokenizer,
         "lengths": len(tokens[1:]),  # predictions
         "num_targets": np.count_nonzero(in_loss[1:]),
         "num_bytes": num_bytes,
-        "group": int(fingerprint(group)[:15], 16),  # 60 bits
+        "group": int(fingerprint(group)[:7], 16),  # 28 bits
         "left_out": left_out,
     }
 
@@ -491,9 +491,11 @@ def load_documents(config: Flags, columns: list, function: Callable, tokenizer: 
             tokenizer.chat_template,
             tokenizer.backend_tokenizer.to_str(),
         )
+        # macOS cannot tell which CPUs a process may use.
+        num_cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
         # The first rank of a node does the work, and the others wait and read the cache. This
         # happens before the ranks meet, because the time that a collective may take is limited.
-        with filelock.FileLock(Path(datasets.config.HF_DATASETS_CACHE, f"{key}.lock")):
+        with filelock.FileLock(f"{datasets.config.HF_DATASETS_CACHE}/{key}.lock"):
             documents = corpus.map(
                 tokenize,
                 remove_columns=present,
@@ -505,13 +507,14 @@ def load_documents(config: Flags, columns: list, function: Callable, tokenizer: 
                     "dtype": np.min_scalar_type(max(tokenizer.get_vocab().values())),
                 },
                 new_fingerprint=key,
-                num_proc=min(len(os.sched_getaffinity(0)), len(corpus) // 1000),
+                num_proc=min(num_cpus, len(corpus) // 1000),
             )
     table = documents.remove_columns(["tokens", "in_loss"]).to_pandas()
     for reason, count in table.pop("left_out").value_counts().items():
         if reason:
             say(f"{count:,} documents are left out, because they {reason}")
-    index = table.assign(document=table.index, start=0).to_records(index=False)
+    table = table.assign(document=table.index, start=0)
+    index = table.astype(np.int32).to_records(index=False)
     return Sequences(documents, index[index.num_targets > 0])
 
 
@@ -521,9 +524,9 @@ class Sequences:
 
     Args:
         documents: a dataset with the tokens and loss masks of whole documents.
-        index: a record array with one entry per sequence: document and start (where it begins),
-            lengths (predictions, one fewer than tokens), num_targets (predictions in the loss),
-            num_bytes and group (a hash) of the document.
+        index: a record array, int32, with one entry per sequence: document and start (where it
+            begins), lengths (predictions, one fewer than tokens), num_targets (predictions in the
+            loss), num_bytes and group (a hash) of the document.
     """
 
     documents: datasets.Dataset
@@ -551,8 +554,8 @@ class Sequences:
         Validation gets the first of them, by hash, that have `validation_tokens`.
         """
         index = self.index[self.index.group.argsort(kind="stable")]
-        limit = 2**60 * min(1 / 50, 5000 / len(self.documents))
-        limit = max(limit, index.group.min(initial=2**60))  # at least one is held out
+        limit = 2**28 * min(1 / 50, 5000 / len(self.documents))
+        limit = max(limit, index.group.min(initial=2**28))  # at least one is held out
         held_out = np.searchsorted(index.group, limit, "right")
         if held_out == len(index):
             refuse(
@@ -729,7 +732,7 @@ class Batches:
     def global_batch(self, micro_batches: list, dp_rank: int, dp_size: int):
         """Collate one rank's share of a step's micro-batches, and count over all of them."""
         indices = np.concatenate(micro_batches)
-        lengths = self.sequences.lengths[indices]
+        lengths = self.sequences.lengths[indices].astype(int)  # int64, for the squares
         positions = sum(math.prod(self.shape(part)) for part in micro_batches)
         return GlobalBatch(
             [self.collate(part) for part in micro_batches[dp_rank::dp_size]],
@@ -1246,9 +1249,7 @@ class Run:
         self.world_size = dist.get_world_size()
         self.flops = step_flops(model)
         self.metrics = open(os.devnull, "ab", buffering=0)  # rank 0 opens another file in `begin`
-        architecture = model.config.to_diff_dict()
-        for changing in ("transformers_version", "dtype"):
-            architecture.pop(changing, None)
+        architecture = model.config.to_diff_dict() | {"transformers_version": "", "dtype": ""}
         self.facts = vars(config) | {
             "model_tokenizer_data": fingerprint(
                 architecture,
@@ -1281,11 +1282,10 @@ class Run:
         if self.rank == 0:
             with refusing(f"--run_dir {self.directory} cannot be written or is in use"):
                 self.open_files(progress["metrics_bytes"])
-        token = GlobalBatch([], 1, 1, 0, 0.0)  # one token, and no attention
         say(
-            f"{self.facts['parameters']:,} parameters, {self.flops(token):,} FLOPs per token\n"
-            f"{config.precision} on {self.world_size} ranks, {work}\n"
-            f"{len(index):,} documents, {index.lengths.sum():,} tokens; writing {config.run_dir}"
+            f"{self.facts['parameters']:,} parameters, {len(index):,} documents, "
+            f"{index.lengths.sum():,} tokens; writing {config.run_dir}\n"
+            f"{config.precision} on {self.world_size} ranks, {work}"
         )
         self.trace(self.first_step)
         # The ranks collect garbage together (`log_step`). Each at a moment of its own, they would
@@ -1415,10 +1415,9 @@ class Run:
                 say(f"--- the model continues a held-out text:\n{sample['generated_text']}\n---")
             except Exception as error:  # the run has succeeded: all its outputs are there
                 say(f"no sample of the model: {error}")
-        run_dir = self.config.run_dir
         say(
-            f"files: {run_dir}/metrics.jsonl, and {run_dir}/hf for transformers\n"
-            f"next:  {next_command.format(run_dir=run_dir)}"
+            f"files: {self.config.run_dir}/metrics.jsonl, and hf/ beside it for transformers\n"
+            f"next:  {next_command.format(run_dir=self.config.run_dir)}"
         )
 
 

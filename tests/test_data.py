@@ -5,6 +5,7 @@ import gzip
 import importlib
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -161,6 +162,14 @@ def test_documents_are_the_texts_with_one_end_token(corpus, texts):
     num_bytes = [len(text.encode()) for text in texts]
     assert documents.lengths.tolist() == documents.num_targets.tolist() == num_bytes
     assert all(documents.read(i)[1].all() for i in range(len(texts)))
+    assert documents.index.itemsize == 24  # bytes of memory per document and rank
+
+
+def test_documents_on_macos(corpus, monkeypatch, texts):
+    """It does not tell which CPUs a process may use."""
+    monkeypatch.setattr(common, "sys", SimpleNamespace(platform="darwin", stderr=sys.stderr))
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert texts_of(load(corpus)) == texts
 
 
 def test_each_prediction_of_a_long_document_is_in_exactly_one_sequence(corpus, texts):
@@ -340,7 +349,7 @@ def test_split_never_overlaps_and_is_stable(tmp_path):
     training, validation = split(texts)
     assert sorted(training + validation) == sorted(filter(None, texts))
     assert not set(training) & set(validation)
-    hashes = {text: int(common.fingerprint(text)[:15], 16) / 2**60 for text in texts if text}
+    hashes = {text: int(common.fingerprint(text)[:7], 16) / 2**28 for text in texts if text}
     expected = {text for text, fraction in hashes.items() if fraction <= 0.02}
     assert set(validation) == expected and 3 < len(expected) < 20
     shuffled = [texts[i] for i in np.random.default_rng(0).permutation(len(texts))]
@@ -627,6 +636,15 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(batches, batching):
     made = batches(batching)
     assert step(made, 1) == step(made, 2) == step(made, 4)
     assert step(batches(batching, seed=1), 1) != step(made, 1)
+
+
+def test_attention_of_a_long_sequence_is_counted():
+    """The square of its length does not fit into 32 bits, as the lengths in the index do."""
+    length = np.array([70_000], np.int32)
+    sequences = SimpleNamespace(lengths=length, num_targets=length, read=lambda _: one_sequence)
+    one_sequence = np.zeros(70_001, int), np.ones(70_001, bool)
+    made = make_batches(sequences, max_length=70_000, micro_batch_tokens=70_000)
+    assert made.global_batch([np.array([0])], 0, 1).squared_lengths == 4_900_000_000
 
 
 @pytest.mark.parametrize("batching", ["bucketed", "packed"])

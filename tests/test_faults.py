@@ -302,6 +302,21 @@ def test_a_shell_script_may_start_the_ranks(flags, tmp_path, real):
     assert (done.returncode, done.stdout, done.stderr) == (0, "trained\n", "")
 
 
+def test_ranks_on_macos(tmp_path):
+    """It has no signal for the death of a parent, and no /proc."""
+    code = """if True:
+        import sys
+        import common
+        sys.platform = "darwin"
+        common.ctypes = None
+        common.launch(lambda: print("trained"))
+    """
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "x"}
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("trained\n", "")
+
+
 def test_two_runs_in_one_directory(flags, tmp_path):
     fault = {"call": "Run.log_step", "number": 2, "do": "sleep"}
     words = [str(ROOT / "tests/faults.py"), "fsdp2_pretrain", json.dumps([fault])]
