@@ -1,13 +1,15 @@
-"""Training time that a checkpoint costs, with and without `--async_checkpoint`.
+"""Training time that a checkpoint costs, with and without `--async_checkpoint`, and by dcp.save.
 
     torchrun --standalone --nproc-per-node=1 bench/checkpoints.py [WIDTH] [ROUNDS]
 
-Runs the same four training steps of fsdp2_pretrain.py in turn without a checkpoint, with one, and
-with one in the background. WIDTH is the model's (256: checkpoints of 47 MiB, 1024: 727 MiB). The
-difference is lost: copies, syncs, and what the writing thread takes from the training
-thread. One rank on two cores leaves a core to the writing thread, two ranks do not.
+Runs the same four training steps of fsdp2_pretrain.py in turn without a checkpoint, with one, with
+nothing but `dcp.save` of the same state, and with one in the background. WIDTH is the model's (256:
+checkpoints of 47 MiB, 1024: 727 MiB). The difference is lost: copies, syncs, and what the writing
+thread takes from the training thread. One rank on two cores leaves a core to the writing thread,
+two ranks do not.
 """
 
+import shutil
 import statistics
 import tempfile
 import time
@@ -47,16 +49,24 @@ def main() -> None:
             dist.barrier()
             started = time.perf_counter()
             config.async_checkpoint = kind == "background"
-            if kind != "none":
+            if kind == "dcp.save":
+                state = common.application_state(
+                    *common.get_state_dict(session.model, session.optimizer)
+                )
+                common.dcp.save(state, checkpoint_id=f"{folders[0]}/plain/{step}")
+            elif kind != "none":
                 checkpoints.save(session.model, session.optimizer, {"step": step, "tokens": 0})
             for batch in batches:
                 session.train_step(batch, 1e-4)
                 step += 1
             checkpoints.wait()
             dist.barrier()
-            return time.perf_counter() - started
+            took = time.perf_counter() - started
+            if rank == 0:
+                shutil.rmtree(f"{folders[0]}/plain", ignore_errors=True)
+            return took
 
-        kinds = ["none", "waiting", "background"]
+        kinds = ["none", "waiting", "dcp.save", "background"]
         for kind in kinds:
             seconds(kind)  # imports, first allocations
         took = [{kind: seconds(kind) for kind in kinds} for _ in range(rounds)]

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
@@ -99,6 +100,20 @@ def update(flags: dict) -> dict:
     }
 
 
+def momentum(rows: int) -> float:
+    """Return the momentum of a model with one matrix, [rows, 1000]."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    zeros = distribute_tensor(torch.zeros(rows, 1000), mesh, [Shard(0)])
+    matrix = torch.nn.Parameter(zeros)
+    matrix.muon_dtype = torch.float32
+    matrix.grad = torch.ones_like(zeros)
+    optimizer = script.Muon([matrix], lr=0.0)
+    orthogonalize, script.orthogonalize = script.orthogonalize, lambda directions, _: directions
+    optimizer.step()
+    script.orthogonalize = orthogonalize
+    return 1 - optimizer.state[matrix]["exp_avg"].to_local()[0, 0].item()
+
+
 def main() -> None:
     given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
     script.init_process_group(script.Config(micro_batch_tokens=512))
@@ -106,6 +121,7 @@ def main() -> None:
     for case, flags in json.loads(given["--cases"]).items():
         seen[case] = update(flags)
         gc.collect()
+    seen["momentum"] = {"small": momentum(9_999), "large": momentum(10_000)}
     if dist.get_rank() == 0:
         torch.save(seen, given["--out"])
     shared.leave()
