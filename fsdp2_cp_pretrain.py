@@ -24,8 +24,8 @@ Communication volume inside each block, with Q and K the bytes of the queries an
   2K(3C-2)/C in all, and 2K(C-1)/C more if backward recomputes the block. That is less if many
   queries share a key (Q much larger than K) and C is small.
 
-Communication volume per step, with P the bytes of the parameters: FSDP's all-gathers and
-reduce-scatters over all ranks, 3P(N-1)/N, as in fsdp2_pretrain.py. Most of it overlaps.
+Communication volume per step, with P and G the bytes of parameters and gradients: all-gathers and
+reduce-scatters over all ranks, (2P+G)(N-1)/N, as in fsdp2_pretrain.py. Most of it overlaps.
 """
 
 import gc

@@ -12,8 +12,8 @@ fsdp2_pretrain.py before it, and fsdp2_nd_pretrain.py next.
 Memory per rank, with N groups of E ranks: 1/(EN) of the parameters, gradients and AdamW moments.
 While a block computes, its unsharded parameters as well, but only 1/E of its experts.
 
-Communication volume inside a block, with A the bytes of [tokens, hidden size] and k experts for
-each token: all-to-alls of 4kA(E-1)/E in forward and backward, or 6kA(E-1)/E with full activation
+Communication volume inside a block, with A the bytes of [tokens, hidden size] and t experts for
+each token: all-to-alls of 4tA(E-1)/E in forward and backward, or 6tA(E-1)/E with full activation
 checkpointing. Nothing overlaps with them. All ranks wait for the one whose experts got the most
 tokens, and this rank also needs the most memory, so the routers have to be balanced.
 

@@ -21,9 +21,9 @@ trains, its unsharded parameters as well. While answers are sampled, all paramet
 keys and values for the prompts and answers of --sample_prompts x --answers sequences: 2 x layers x
 key-value heads x head size numbers per token. --reference_weight adds 1/N of a second model.
 
-Communication volume per step, with P the bytes of the parameters: one all-gather of all parameters,
+Communication volume per step, with P and G the bytes of parameters and gradients: one all-gather,
 P(N-1)/N, and nothing more while a rank samples, however long its answers are. Then the tokens of
-the answers go to all ranks. Each inner step communicates as fsdp2_pretrain.py does, 3P(N-1)/N.
+the answers go to all ranks. Each inner step communicates as fsdp2_pretrain.py, (2P+G)(N-1)/N.
 """
 
 import contextlib

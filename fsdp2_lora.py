@@ -13,12 +13,12 @@ and trained parameters in the same groups, but frozen ones get no gradient. So t
 reduce-scattered, and they need no optimizer state and no fp32 copy. With --base_precision nf4 the
 layers that have adapters are kept and all-gathered in 4 bits per weight (QLoRA).
 
-Memory per rank at rest is (b P + 2 P' + 16 p) / N, with N ranks, P parameters of the base in the
-layers with adapters (b bytes each: 4, 2 in bf16, 0.53 in NF4), P' other ones (2 bytes each, 4 in
-fp32) and p of the adapters. fsdp2_sft.py needs 16 (P + P') / N. Like there, the unsharded
+Memory per rank at rest is (b n + 2 n' + 16 a) / N, with N ranks, n parameters of the base in the
+layers with adapters (b bytes each: 4, 2 in bf16, 0.53 in NF4), n' other ones (2 bytes each, 4 in
+fp32) and a of the adapters. fsdp2_sft.py needs 16 (n + n') / N. Like there, the unsharded
 parameters of the block that computes come on top.
 
-Communication volume of a step with k micro-batches: (2k G + 4p)(N-1)/N, with G the bytes of base
+Communication volume of a step with k micro-batches: (2k P + 4a)(N-1)/N, with P the bytes of base
 and adapters as they are all-gathered. That is twice per micro-batch, because the gradients of
 activations need the frozen weights too. (The root is gathered once.) Only the gradients of the
 adapters are reduced, so prefer few large micro-batches.

@@ -25,7 +25,7 @@ each rank has 1/(TC) between layers.
 
 Communication volume per micro-batch and block, with A, Q and K the bytes of the hidden states,
 queries and keys of 1/C of it: 8A(T-1)/T for TP, and 4(Q+K)(C-1)/(CT) for CP.
-Between stages A/T each way. Per step, with P the bytes of 1/(TS) of the parameters: 2P(CN-1)/(CN).
+Between stages A/T each way. A step's parameters and gradients, P and G: (P+G)(CN-1)/(CNTS).
 
 A recipe: choose TP up to the size of a node until a block fits, then PP until a stage fits, CP for
 long sequences, and shards for the rest. This is how Llama 3 was trained (arXiv 2407.21783, section

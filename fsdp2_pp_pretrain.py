@@ -14,8 +14,8 @@ a tied embedding.
 
 Communication volume per step, with A the bytes of [micro_batch_tokens, hidden size]: for each
 micro-batch, a stage sends hidden states (A) to the next stage, and their gradients (A) come back.
-Within a stage, with P the bytes of its parameters: one all-gather of the parameters and one
-reduce-scatter of the gradients, P(N-1)/N each, however many micro-batches there are.
+Within a stage, with P and G the bytes of its parameters and gradients: one all-gather, P(N-1)/N,
+and one reduce-scatter, G(N-1)/N, however many micro-batches there are.
 
 `--schedule` is the order of forwards and backwards. While a stage waits for others, it idles, which
 is the bubble of the pipeline:

@@ -9,10 +9,10 @@ fsdp2_tp_pretrain.py next.
 Memory per rank, with N ranks: 1/N of the parameters, gradients and AdamW moments. While a block
 computes, its unsharded parameters as well. FSDP2 shards each parameter along dimension 0.
 
-Communication volume per step, with P the bytes of the parameters: an all-gather of each block's
-parameters before its forward and another one before its backward, 2P(N-1)/N in all, and a
-reduce-scatter of its gradients after its backward, P(N-1)/N. That is 1.5 times DDP's volume (equal
-to it in bf16, which halves the all-gathers). Most of it overlaps with the compute of the
+Communication volume per step, with P and G the bytes of parameters and gradients: an all-gather of
+each block's parameters before its forward and another one before its backward, 2P(N-1)/N in all,
+and a reduce-scatter of its gradients after its backward, G(N-1)/N. That is 1.5 times DDP's volume
+(equal to it in bf16, which halves P). Most of it overlaps with the compute of the
 neighboring blocks. With gradient accumulation, each micro-batch all-gathers and reduce-scatters
 again, so that a rank keeps no more than its shard of the gradients.
 

@@ -14,8 +14,8 @@ wrong by more than in pretraining.
 
 Memory per rank and communication volume are those of fsdp2_pretrain.py. With N ranks: 1/N of the
 parameters, gradients and AdamW moments, and the unsharded parameters of the block that computes.
-With P the bytes of the parameters, the all-gathers of a step are 2P(N-1)/N and its reduce-scatters
-P(N-1)/N. Logits take memory for the target tokens only.
+With P and G the bytes of parameters and gradients, the all-gathers of a step are 2P(N-1)/N and its
+reduce-scatters G(N-1)/N. Logits take memory for the target tokens only.
 
 The idea is ZeRO-3 (arXiv 1910.02054). Instruction tuning is described in arXiv 2203.02155.
 """

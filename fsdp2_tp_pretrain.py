@@ -15,8 +15,8 @@ two all-gathers and two reduce-scatters in forward and the same in backward, 8A(
 11A(T-1)/T if backward recomputes the block. They are exposed, because each matmul waits for the
 collective before it. So keep a TP group inside one node, where the links are fast.
 
-Communication volume per step, with P the bytes of 1/T of the parameters: FSDP's all-gathers and
-reduce-scatters between the groups, 3P(N-1)/N, as in fsdp2_pretrain.py. Most of it overlaps.
+Communication volume per step, with P and G the bytes of parameters and gradients: all-gathers and
+reduce-scatters between the groups, (2P+G)(N-1)/(TN), as in fsdp2_pretrain.py. Most of it overlaps.
 
 Sources: Megatron-LM (arXiv 1909.08053) and its sequence parallelism (arXiv 2205.05198).
 """
