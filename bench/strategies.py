@@ -237,7 +237,7 @@ CHAPTERS = [  # script, page, idea, memory per rank, communication of a step, wh
     ),
     (
         "fsdp2_lora", "lora", "LoRA and QLoRA: adapters beside a frozen base in bf16 or 4 bits",
-        "(b + 16p/P)/N, b = 2 or about 0.53", "2B(N-1)/N, B: bytes of the base as it is kept",
+        "(b + 16a/n)/N, b = 2 or about 0.53", "2P(N-1)/N, P: bytes of the base as it is kept",
         "full fine-tuning does not fit, or you want a small file per task",
     ),
     (
