@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 from conftest import ROOT, launch
 
-SCRIPTS = ["ddp", "fsdp", "tensor", "pipeline"]
+SCRIPTS = ["ddp", "fsdp", "tensor", "sequence", "pipeline"]
 ROW = re.compile(r"(?m)^\| (\d+) \| ([\d.]+) \| ([\d.]+) \| ([-\d.e+]+) \|$")
-# The bytes of all parameters (equally many in gradients), and of the hidden states of a batch.
-PARAMETERS, HIDDEN = 819_200, 16 * 32 * 64 * 4
+# The bytes of all parameters (equally many in gradients), of the embedding's and the head's, and of
+# the hidden states of a batch.
+PARAMETERS, OUTER, HIDDEN = 819_200, 2 * 64 * 64 * 4, 16 * 32 * 64 * 4
 BLOCKS = 4
 
 
@@ -78,6 +79,7 @@ def test_the_table_tells_what_a_rank_sends(ran):
     assert ran("ddp").sent == [2 * PARAMETERS // 2]
     assert ran("fsdp").sent == [3 * PARAMETERS // 2]
     assert ran("tensor").sent == [BLOCKS * 8 * HIDDEN // 2]
+    assert ran("sequence").sent == [BLOCKS * 8 * HIDDEN // 2 + 2 * OUTER // 2]
     assert ran("pipeline").sent == [HIDDEN]
 
 
@@ -96,6 +98,14 @@ MISTAKES = {
     "gradients of a column-parallel layer's input are not summed": (
         "tensor",
         {"torch.clone, all_reduce)": "torch.clone, torch.clone)"},
+    ),
+    "gradients of the head and the embedding are those of a part of the sequence": (
+        "sequence",
+        {"layer.weight.register_hook(lambda g: AllGather.apply(ReduceScatter.apply(g)))": "pass"},
+    ),
+    "the gradient of a part of the sequence is that of one rank's columns": (
+        "sequence",
+        {"ReduceScatter.apply(gradient)": "gradient.chunk(RANKS, dim=1)[RANK]"},
     ),
     "gradients go to the wrong micro-batch": ("pipeline", {"pop(0)": "pop()"}),
 }

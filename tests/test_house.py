@@ -44,7 +44,7 @@ SECTIONS = {
     ],
 }
 # Lines that a script of by_hand/ may have, with docstring, imports and the model.
-BY_HAND = {f"by_hand/{name}.py": 120 for name in ("ddp", "fsdp", "tensor", "pipeline")}
+BY_HAND = {f"by_hand/{name}.py": 120 for name in ("ddp", "fsdp", "tensor", "sequence", "pipeline")}
 # Where its strategy begins and ends.
 AFTER_SETUP, LEARNS = '    torch.set_default_device("cuda")\n', "\n# --- A small transformer learns"
 # What Strategy defines, in this order. RL validates by sampling, so it has no validation loss.
