@@ -248,9 +248,9 @@ CHAPTERS = [  # script, page, idea, memory per rank, communication of a step, wh
 ]  # fmt: skip
 
 
-BY_HAND = {  # script -> its strategy in by_hand/
+BY_HAND = {  # script -> its strategies in by_hand/
     "ddp_pretrain": "ddp", "fsdp1_pretrain": "fsdp", "fsdp2_pretrain": "fsdp",
-    "fsdp2_tp_pretrain": "tensor", "fsdp2_pp_pretrain": "pipeline",
+    "fsdp2_tp_pretrain": "tensor sequence", "fsdp2_pp_pretrain": "pipeline",
 }  # fmt: skip
 # These have no API of PyTorch around them: the script is the strategy by hand.
 OWN_HANDS = ["fsdp2_muon_pretrain", "fsdp2_cp_pretrain", "fsdp2_ep_pretrain", "fsdp2_lora"]
@@ -265,9 +265,10 @@ def chapters_table() -> str:
     for script, page, idea, memory, volume, use in CHAPTERS:
         length = len((ROOT / f"{script}.py").read_text().splitlines())
         links = f"[`{script}.py`]({script}.py), {length:,} lines, [page](docs/{page}.md)"
-        hand = "in the script" if script in OWN_HANDS else ""
-        if name := BY_HAND.get(script):
-            hand = f"[{name}](by_hand/{name}.py)"
+        names = BY_HAND.get(script, "").split()
+        hand = ", ".join(f"[{name}](by_hand/{name}.py)" for name in names)
+        if script in OWN_HANDS:
+            hand = "in the script"
         lines.append(f"| {links} | {hand} | {idea} | {memory} | {volume} | {use} |")
     return "\n".join(lines)
 
