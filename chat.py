@@ -1,9 +1,10 @@
 """Conversations: reading their messages, and what their chat template makes of them.
 
-fsdp2_sft.py and fsdp2_grpo.py use this file; pretraining never does. What people have in files
-becomes messages, each with a role and a text. A chat template turns messages into one text, and
-`find_answers` says where in this text the answers are. What cannot be read, or cannot be proved to
-be right, is left out with a reason (a ValueError), which the start of a run counts and prints.
+fsdp2_sft.py, fsdp2_lora.py and fsdp2_grpo.py use this file; pretraining never does. What people
+have in files becomes messages, each with a role and a text. A chat template turns messages into one
+text, and `find_answers` says where in this text the answers are. What cannot be read, or cannot be
+proved to be right, is left out with a reason (a ValueError), which the start of a run counts and
+prints.
 """
 
 import ast
@@ -180,7 +181,7 @@ def tag_answers(tokenizer: common.Tokenizer) -> None:
     text, [(first, _), (second, _)] = find_answers(tokenizer, SAMPLE, 0)
     prompt = tokenizer.apply_chat_template(SAMPLE[:1], tokenize=False, add_generation_prompt=True)
     header = os.path.commonprefix([prompt[first:], text[first:], text[second:]])
-    # The prompt may go on with a thought. Not all answers have one, so that stays in the loss.
+    # The prompt may continue with a thought. Not all answers have one, so that stays in the loss.
     more = prompt.removeprefix(text[:first] + header)
     if more.strip() and not text.startswith("answer", first + len(header)):
         raise ValueError("answers do not begin like the generation prompt")

@@ -639,7 +639,7 @@ class GlobalBatch:
 class Batches:
     """The endless stream of micro-batches: epoch after epoch, each with its own plan.
 
-    With G = global / micro batch tokens, step s trains on micro-batches s * G to (s + 1) * G - 1.
+    With k = global / micro batch tokens, step s trains on micro-batches s * k to (s + 1) * k - 1.
     So the step number is the position in the data, and what a step holds does not depend on the
     number of ranks.
 
@@ -718,8 +718,8 @@ class Batches:
         }
         if packed:
             longest = self.config.max_length
-            # The padding forms documents of its own. Empty ones round the number of documents up
-            # to a power of two, so that compiled blocks see few shapes.
+            # The padding forms documents of its own. Empty ones raise the number of boundaries to
+            # the next power of two, so that compiled blocks see few shapes.
             ends += range(ends[-1] + longest, width, longest)
             ends += [width] * (2 ** len(ends).bit_length() - len(ends))
             boundaries = torch.tensor(ends, dtype=torch.int32)
@@ -992,9 +992,10 @@ PLAN = """max_length pad_to_multiple_of batching micro_batch_tokens global_batch
 def application_state(model_state: dict, optimizer_state: dict):
     """Return what a checkpoint holds of the state dicts of model and optimizer.
 
-    Tensors have the model's own parameter names and full shapes, whatever the strategy, so every
-    script can load the checkpoints of every other one at any world size. The hyper-parameters are
-    not in it, because those of a resumed run are its flags.
+    Tensors have the model's own parameter names and full shapes, whatever the strategy, so the
+    scripts of a stage can load each other's checkpoints at any world size. (Muon's and LoRA's load
+    only into the script that wrote them.) The hyper-parameters are not in it, because those of a
+    resumed run are its flags.
     """
     return {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
 

@@ -8,11 +8,10 @@ is simpler. Read fsdp1_pretrain.py next: only Config and the section Strategy ar
 Memory per rank: all parameters, all gradients and both AdamW moments. Ranks differ only in the
 micro-batches they train on. With `--shard_optimizer`, each rank keeps 1/N of the moments.
 
-Communication volume per step, with P and G the bytes of parameters and gradients and N ranks: one
-all-reduce of the gradients, 2G(N-1)/N. It runs in buckets that overlap with the backward of earlier
-layers. (Before a forward, DDP also broadcasts rank 0's buffers: the rotary frequencies, a few
-hundred bytes.) `--shard_optimizer` adds broadcasts of the updated parameters, P(N-1)/N in all.
-Nothing overlaps with these.
+Communication volume per step, with G the bytes of the gradients and N ranks: one all-reduce of the
+gradients, 2G(N-1)/N. It runs in buckets that overlap with the backward of earlier layers. (Before a
+forward, DDP also broadcasts rank 0's buffers: the rotary frequencies, a few hundred bytes.)
+`--shard_optimizer` adds broadcasts of the updated fp32 parameters, G(N-1)/N in all, all exposed.
 
 ZeRO (arXiv 1910.02054) shards in three stages what DDP replicates. Stage 1 shards the optimizer
 state, as `--shard_optimizer` does. Stage 2 shards the gradients too, as `--sharding_strategy

@@ -19,7 +19,7 @@ sequence.
 
 Communication volume inside each block, with Q and K the bytes of the queries and of the keys:
 - `ulysses`: an all-to-all each for queries, keys, values and outputs in forward, and the same in
-  backward, 4(Q+K)(C-1)/C^2 in all, or 6(Q+K)(C-1)/C^2 if backward recomputes the block.
+  backward, 4(Q+K)(C-1)/C² in all, or 6(Q+K)(C-1)/C² if backward recomputes the block.
 - `ring`: keys and values in forward and in backward, and their gradients in backward,
   2K(3C-2)/C in all, and 2K(C-1)/C more if backward recomputes the block. That is less if many
   queries share a key (Q much larger than K) and C is small.

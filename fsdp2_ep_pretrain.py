@@ -9,7 +9,7 @@ When to use it: FSDP2 alone all-gathers all experts of a block, although each to
 Here tokens travel to the experts instead. Keep the ranks of a group inside one node. Read
 fsdp2_pretrain.py before it, and fsdp2_nd_pretrain.py next.
 
-Memory per rank, with N groups of E ranks: 1/(EN) of the parameters, gradients and AdamW moments.
+Memory per rank, with N ranks in groups of E: 1/N of the parameters, gradients and AdamW moments.
 While a block computes, its unsharded parameters as well, but only 1/E of its experts.
 
 Communication volume inside a block, with A the bytes of [tokens, hidden size] and t experts for
@@ -19,7 +19,7 @@ tokens, and this rank also needs the most memory, so the routers have to be bala
 
 Communication volume per step, with P the bytes of all parameters except experts and X the bytes of
 a rank's experts: all-gathers before a block's forward and before its backward, at most
-2P(EN-1)/(EN) + 2X(N-1)/N in all, and reduce-scatters of its gradients, half as much (equally much
+2P(N-1)/N + 2X(N-E)/N in all, and reduce-scatters of its gradients, half as much (equally much
 in bf16, which halves the all-gathers). They overlap with compute although the CPU waits for the
 token counts in each block, because a block issues the all-gathers of its experts and of the next
 block before that.
@@ -366,13 +366,13 @@ def dispatch(
     Args:
         group: the EP group. Its first rank has the first experts, and so on.
         hidden: [tokens, hidden size] of this rank's micro-batch.
-        chosen: int64 [tokens, k], the experts of each token.
-        weights: [tokens, k], the factors of the experts' outputs in their sum.
+        chosen: int64 [tokens, t], the experts of each token.
+        weights: [tokens, t], the factors of the experts' outputs in their sum.
     """
     # A row is one token for one expert. Sorted by expert, rows are also sorted by rank.
-    expert_of_row = chosen.flatten()  # [tokens x k]
+    expert_of_row = chosen.flatten()  # [tokens x t]
     order = expert_of_row.argsort(stable=True)
-    rows = hidden[order // chosen.shape[1]]  # [tokens x k, hidden size]
+    rows = hidden[order // chosen.shape[1]]  # [tokens x t, hidden size]
     counts, sent, received = exchange_counts(expert_of_row, experts.num_experts, group)
     # An all-to-all. Its backward is another one, which returns the gradients.
     rows = all_to_all_single_autograd(rows, received, sent, group)  # [received, hidden size]
@@ -386,8 +386,8 @@ def dispatch(
     rows = compute_experts(experts, rows[by_expert], counts.sum(0))
     rows = rows[by_expert.argsort()]  # [received, hidden size]
 
-    rows = all_to_all_single_autograd(rows, sent, received, group)  # [tokens x k, hidden size]
-    outputs = rows[order.argsort()].view(*chosen.shape, -1)  # [tokens, k, hidden size]
+    rows = all_to_all_single_autograd(rows, sent, received, group)  # [tokens x t, hidden size]
+    outputs = rows[order.argsort()].view(*chosen.shape, -1)  # [tokens, t, hidden size]
     # Many routers return fp32 weights, which make the sum fp32.
     return (outputs * weights[..., None]).sum(1).to(hidden.dtype)
 

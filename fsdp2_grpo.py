@@ -643,8 +643,8 @@ def policy_loss(
     """Return sums over the target tokens of a micro-batch, float32 [MEASURED], the loss first.
 
     The loss is PPO's (arXiv 1707.06347): the token's ratio, its probability now divided by the one
-    when it was sampled, times the advantage of its answer. Once the ratio has left its bounds in
-    the direction of the advantage, there is nothing more to gain. The upper bound may be wider,
+    at the start of the step, times the advantage of its answer. Once the ratio has left its bounds
+    in the direction of the advantage, there is nothing more to gain. The upper bound may be wider,
     because otherwise rare tokens could hardly become more likely (DAPO, arXiv 2503.14476). In the
     first inner step all ratios are 1, and the bounds do nothing.
 

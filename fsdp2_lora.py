@@ -13,9 +13,9 @@ and trained parameters in the same groups, but frozen ones get no gradient. So t
 reduce-scattered, and they need no optimizer state and no fp32 copy. With --base_precision nf4 the
 layers that have adapters are kept and all-gathered in 4 bits per weight (QLoRA).
 
-Memory per rank at rest is (b n + 2 n' + 16 a) / N, with N ranks, n parameters of the base in the
-layers with adapters (b bytes each: 4, 2 in bf16, 0.53 in NF4), n' other ones (2 bytes each, 4 in
-fp32) and a of the adapters. fsdp2_sft.py needs 16 (n + n') / N. Like there, the unsharded
+Memory per rank at rest is (w n₁ + 2 n₂ + 16 a) / N, with N ranks, n₁ parameters of the base in the
+layers with adapters (w bytes each: 4, 2 in bf16, 0.53 in NF4), n₂ other ones (2 bytes each, 4 in
+fp32) and a of the adapters. fsdp2_sft.py needs 16 (n₁ + n₂) / N. Like there, the unsharded
 parameters of the block that computes come on top.
 
 Communication volume of a step with k micro-batches: (2k P + 4a)(N-1)/N, with P the bytes of base
@@ -365,7 +365,7 @@ NF4 = """
     0.7229568362236023 1
 """
 # Weights that share a scale: 32 bytes of codes, and 2 of the scale. Quantizing the scales too, as
-# QLoRA does, would save another 0.13 of these 4.25 bits per weight.
+# QLoRA does, would save another 0.12 of these 4.25 bits per weight.
 BLOCK = 64
 
 
@@ -1124,7 +1124,7 @@ def main() -> None:
     dist.destroy_process_group()
     tokens, in_loss = validation.sequences.read(0)
     prompt = tokens[: in_loss.argmax()]  # up to the assistant's turn
-    if run.rank == 0 and progress["step"] == config.steps:
+    if run.rank == 0 and progress["step"] >= config.steps:
         write_adapter(run, trained)
         # The export to hf/ then reads the base, not the checkpoint, and merges.
         common.read_checkpoint = partial(read_merged, config, trained)

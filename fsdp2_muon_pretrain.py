@@ -19,8 +19,8 @@ Communication volume per step, with M the bytes of the matrices in compute preci
 2M(N-1)/N² for the all-to-alls. If every rank gathered every matrix it would be M(N-1)/N, and all
 ranks would compute the same.
 
-Compute per step: 5(4m²n + 2m³) FLOPs on one rank for a matrix of m x n, where m is the smaller
-size. Forward and backward take 6mnT with T tokens, so Muon adds at most 5m/T of that.
+Compute per step: 5(4r²c + 2r³) FLOPs on one rank for a matrix of r x c, where r is the smaller
+size. Forward and backward take 6rc per token, so Muon adds at most 5r / (tokens of a step).
 
 Muon is from Keller Jordan, https://kellerjordan.github.io/posts/muon. Its scale and its weight
 decay are from arXiv 2502.16982.
@@ -344,8 +344,8 @@ class Muon(torch.optim.AdamW):
     """Muon for the parameters with weight decay that `parallelize` marked, AdamW for the others.
 
     Muon's momentum has the name of AdamW's first moment, because it is the same moving average. So
-    this script can resume a checkpoint of any other script. The others cannot resume its own, which
-    lack AdamW's second moments.
+    this script can resume a checkpoint of any other pretraining script. The others cannot resume
+    its own, which lack AdamW's second moments.
 
     NOTE: torch.optim.Muon accepts DTensors and updates them correctly. But each of its matmuls
     communicates, in all up to 15 times the bytes of the matrix.
@@ -398,7 +398,7 @@ BATCH_NUMBERS = 2**25
 def batches_of_matrices(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
     """Return what the ranks orthogonalize at the same time: matrices of one shape, or a stack.
 
-    Small matrices are batched, because a GPU multiplies one faster than the CPU launches a kernel.
+    Small matrices are batched, because a GPU multiplies one in less time than a launch takes.
     """
     alike: dict[torch.Size, list[nn.Parameter]] = {}
     for parameter in parameters:

@@ -18,14 +18,14 @@ they communicate, and whether that overlaps with compute:
 - replicate: one all-reduce of a shard's gradients per step.
 - stage: hidden states between neighbors, the least of all. Across nodes.
 
-Memory per rank, with T, C, S and N ranks per dimension (tensor, context, stage, shard): 1/(TCSN) of
+Memory per rank, with N ranks in all, in TP, CP and PP groups of T, C and S, and R replicas: R/N of
 the parameters, gradients and AdamW moments. During a step, as in fsdp2_pp_pretrain.py, also 1/(TS)
 of the parameters and gradients, unsharded, and the activations of up to S micro-batches, of which
 each rank has 1/(TC) between layers.
 
-Communication volume per micro-batch and block, with A, Q and K the bytes of the hidden states,
-queries and keys of 1/C of it: 8A(T-1)/T for TP, and 4(Q+K)(C-1)/(CT) for CP.
-Between stages A/T each way. A step's parameters and gradients, P and G: (P+G)(CN-1)/(CNTS).
+Communication volume per micro-batch and block, with A, Q and K the bytes of its hidden states,
+queries and keys: 8A(T-1)/(TC) for TP, and 4(Q+K)(C-1)/(C²T) for CP. Between stages A/(TC) each way.
+Per step, about (P+G)/(TS) for P and G bytes of parameters and gradients.
 
 A recipe: choose TP up to the size of a node until a block fits, then PP until a stage fits, CP for
 long sequences, and shards for the rest. This is how Llama 3 was trained (arXiv 2407.21783, section

@@ -7,15 +7,15 @@ stage: stages only send each other hidden states, and FSDP2 shards a stage withi
 step needs many micro-batches to keep the bubble small. Read fsdp2_pretrain.py before it, and
 fsdp2_ep_pretrain.py next.
 
-Memory per rank, with S stages of N ranks: 1/N of its stage's parameters, gradients and AdamW
+Memory per rank, with N ranks in S stages: S/N of its stage's parameters, gradients and AdamW
 moments. During a step also the stage's unsharded parameters and gradients, the activations of up to
 S micro-batches, and receive buffers for all k micro-batches. The first and the last stage both hold
 a tied embedding.
 
 Communication volume per step, with A the bytes of [micro_batch_tokens, hidden size]: for each
 micro-batch, a stage sends hidden states (A) to the next stage, and their gradients (A) come back.
-Within a stage, with P and G the bytes of its parameters and gradients: one all-gather, P(N-1)/N,
-and one reduce-scatter, G(N-1)/N, however many micro-batches there are.
+Within a stage, with P and G the bytes of parameters and gradients, its N/S ranks all-gather P/S and
+reduce-scatter G/S, (P+G)(N-S)/(SN) per step, however many micro-batches there are.
 
 `--schedule` is the order of forwards and backwards. While a stage waits for others, it idles, which
 is the bubble of the pipeline:

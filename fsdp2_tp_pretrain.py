@@ -6,8 +6,8 @@ When to use it: a single block is too large for one GPU even under FSDP, or FSDP
 would need a larger global batch than is good for training. Read fsdp2_pretrain.py before it, and
 fsdp2_cp_pretrain.py next.
 
-Memory per rank, with T ranks in a TP group and N groups: 1/(TN) of the parameters, gradients and
-AdamW moments (norms: 1/N). While a block computes, 1/T of its parameters. Between layers, 1/T of
+Memory per rank, with N ranks in TP groups of T: 1/N of the parameters, gradients and AdamW moments
+(norms: T/N). While a block computes, 1/T of its parameters. Between layers, 1/T of
 each sequence's hidden states.
 
 Communication volume inside each block, with A the bytes of the hidden states [tokens, hidden size]:
@@ -15,8 +15,8 @@ two all-gathers and two reduce-scatters in forward and the same in backward, 8A(
 11A(T-1)/T if backward recomputes the block. They are exposed, because each matmul waits for the
 collective before it. So keep a TP group inside one node, where the links are fast.
 
-Communication volume per step, with P and G the bytes of parameters and gradients: all-gathers and
-reduce-scatters between the groups, (2P+G)(N-1)/(TN), as in fsdp2_pretrain.py. Most of it overlaps.
+Communication volume per step, with P and G the bytes of parameters and gradients: the collectives
+of fsdp2_pretrain.py for 1/T of the model on N/T ranks, (2P+G)(N-T)/(TN). Most of them overlap.
 
 Sources: Megatron-LM (arXiv 1909.08053) and its sequence parallelism (arXiv 2205.05198).
 """

@@ -237,7 +237,8 @@ CHAPTERS = [  # script, page, idea, memory per rank, communication of a step, wh
     ),
     (
         "fsdp2_lora", "lora", "LoRA and QLoRA: adapters beside a frozen base in bf16 or 4 bits",
-        "(b + 16a/n)/N, b = 2 or about 0.53", "2P(N-1)/N, P: bytes of the base as it is kept",
+        "2/N (NF4: 0.53/N for layers with adapters), and 16/N for each parameter of the adapters",
+        "2P(N-1)/N, P: bytes of the base as it is kept",
         "full fine-tuning does not fit, or you want a small file per task",
     ),
     (

@@ -271,7 +271,7 @@ def test_closed_forms(two_blocks, name, mode, ranks):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "nf4"])
 def test_a_frozen_base_is_kept_in_few_bytes(precision):
-    """(b n + 2 n' + 16 a) / N: layers with adapters, what else is in the model, and adapters."""
+    """(w n₁ + 2 n₂ + 16 a) / N: layers with adapters, what else is in the model, and adapters."""
     flags = flags_of({"base_precision": precision}, 8, model="tiny")
     report = predict("fsdp2_lora", flags, 8)
     adapters = sum(shape.numel() for shape in report.adapters)

@@ -1,5 +1,6 @@
 """sample.py: what it loads and refuses, and what a chat sends to the model."""
 
+import json
 import subprocess
 import sys
 
@@ -92,6 +93,7 @@ def test_a_run_is_continued_or_talked_to(monkeypatch, capsys, tmp_path):
         ("base", ("--prompt", ""), "--prompt is empty"),
         ("base", ("--promt", "a"), "unrecognized arguments: --promt a"),
         ("unfinished", (), "python common.py export {}/checkpoints/step_00000020 {}/hf"),
+        ("lora", (), "has no hf/, because the end of a run writes it: rerun its command"),
         ("adapter", (), "pip install peft"),
         ("nothing", (), "nothing is not a run, and transformers cannot load it: "),
     ],
@@ -100,7 +102,10 @@ def test_what_cannot_work_is_said_in_one_line(monkeypatch, capsys, tmp_path, nam
     save_model(tmp_path / "base/hf")
     for step in ("step_00000003", "step_00000020", "step_00000021.tmp"):
         (tmp_path / "unfinished/checkpoints" / step).mkdir(parents=True)
-    (tmp_path / "unfinished/metrics.jsonl").touch()
+    (tmp_path / "lora").mkdir()
+    for run, flags in {"unfinished": {}, "lora": {"base_precision": "nf4"}}.items():
+        (tmp_path / run / "config.json").write_text(json.dumps(flags))
+        (tmp_path / run / "metrics.jsonl").touch()
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text("{}")
     monkeypatch.setattr(sample, "is_peft_available", lambda: False)
