@@ -324,10 +324,8 @@ def compare(folder: Path, rounds: int) -> dict[str, Any]:
 def lora_peer_table() -> str:
     """Return Markdown: tokens per CPU second of both with best and median, and MiB of a rank."""
     result = json.loads(FILE.read_text())
-    lines = [
-        "| TRL | tokens per CPU s, best, median | script | tokens per CPU s | ratio | at rest | peak |",
-        "| --- " * 7 + "|",
-    ]
+    titles = "TRL | tokens per CPU s, best, median | script | the same | ratio | at rest | peak"
+    lines = [f"| {titles} |", "| --- " * 7 + "|"]
     for way, (_, batching) in WAYS.items():
         found = result[way]
         speeds = {}
@@ -336,12 +334,12 @@ def lora_peer_table() -> str:
             speeds[who] = max(each), statistics.median(each)
         cells = {who: f"{best:,.0f}, {median:,.0f}" for who, (best, median) in speeds.items()}
         ratios = ", ".join(f"{a / b:.2f}" for a, b in zip(speeds["ours"], speeds["theirs"]))
-        cells_of_memory = [
-            f"{one['theirs'] / unit:,.0f}, {one['ours'] / unit:,.0f} MiB: "
-            f"{one['ours'] / one['theirs']:.2f}"
-            for one, unit in ((found["rest"], 2**20), (found.get("peak"), 1)) if one
-        ]  # fmt: skip
-        row = [way, cells["theirs"], batching, cells["ours"], ratios, *cells_of_memory, ""]
+        memory = []
+        for kind, unit, digits in (("rest", 2**20, 1), ("peak", 1, 0)):
+            if one := found.get(kind):
+                theirs, ours = one["theirs"] / unit, one["ours"] / unit
+                memory.append(f"{theirs:,.{digits}f}, {ours:,.{digits}f} MiB: {ours / theirs:.2f}")
+        row = [way, cells["theirs"], batching, cells["ours"], ratios, *memory, ""]
         lines.append(f"| {' | '.join(row[:7])} |")
     return "\n".join(lines)
 
