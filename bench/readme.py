@@ -13,6 +13,7 @@ A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of
     stages                           pipelines across machines, of docs/stages.json
     experts                          a mixture of experts on many GPUs, of docs/experts.json
     lora                             LoRA beside full fine-tuning, of docs/lora.json
+    lora_peer                        LoRA beside PEFT and TRL, of docs/lora_peer.json
     meshes                           meshes for Llama 3's shapes, of docs/meshes.json
     published                        their estimate beside torchtitan's figures (bench/meshes.py)
     sampling                         what sampling takes beside training (bench/strategies.py)
@@ -36,6 +37,7 @@ import bubble
 import compare
 import diffs
 import lora
+import lora_peer
 import meshes
 import rows
 import shared
@@ -94,6 +96,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "stages": strategies.stages_table,
         "bubble": bubble.bubble_table,
         "lora": lora.lora_table,
+        "lora_peer": lora_peer.lora_peer_table,
         "meshes": meshes.meshes_table,
         "published": meshes.published_table,
         "experts": strategies.experts_table,
