@@ -24,7 +24,7 @@ imports and the preparation of data. Tokens are those that are not padding.
 Memory at rest is what parameters, gradients and AdamW's moments of a rank take. The peak is how far
 the resident set rises above that after the imports, in processes that run one program only.
 
-Writes docs/lora_peer.json.
+Writes docs/lora_peer.json. Takes 13 minutes of CPU time, half of that on two free cores.
 """
 
 import contextlib
