@@ -362,7 +362,7 @@ class Muon(torch.optim.AdamW):
         ]
         # Small models learn faster with a shorter moving average (docs/muon.md).
         small = sum(matrix.numel() for matrix in marked) < 10_000_000
-        momentum = 0.8 if small else 0.95
+        momentum = 0.7 if small else 0.95
         for matrices in batches_of_matrices(marked):
             shards = [matrix.to_local() for matrix in matrices]
             gradients = [matrix.grad.to_local() for matrix in matrices]
