@@ -360,7 +360,7 @@ class Muon(torch.optim.AdamW):
             for parameter in group["params"]
             if hasattr(parameter, "muon_dtype") and parameter.grad is not None
         ]
-        # Small models learn faster with a shorter moving average (docs/muon.md).
+        # Small models learn faster with a moving average of 3 steps than of 20 (docs/muon.md).
         small = sum(matrix.numel() for matrix in marked) < 10_000_000
         momentum = 0.7 if small else 0.95
         for matrices in batches_of_matrices(marked):

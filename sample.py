@@ -30,7 +30,7 @@ def find_model(name: str) -> str:
     if Path(name, "hf").is_dir():
         return f"{name}/hf"
     if Path(name, "metrics.jsonl").exists():
-        if "base_precision" in Path(name, "config.json").read_text():  # adapters alone
+        if "base_precision" in Path(name, "config.json").read_text():  # of LoRA
             refuse(f"{name} has no hf/, because the end of a run writes it: rerun its command")
         checkpoint = max(Path(name, "checkpoints").glob("step_*[0-9]"), default="CHECKPOINT")
         refuse(

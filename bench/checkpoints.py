@@ -1,4 +1,4 @@
-"""Training time that a checkpoint costs, with and without `--async_checkpoint`, and by dcp.save.
+"""Training time that a checkpoint costs, with and without `--async_checkpoint`, beside dcp.save.
 
     torchrun --standalone --nproc-per-node=1 bench/checkpoints.py [WIDTH] [ROUNDS]
 

@@ -639,8 +639,8 @@ def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
 def form_with_adapters(report: Report, config: Any) -> tuple[float, str, dict[str, float]]:
     """Return what `closed_form_of` does, if only adapters are trained.
 
-    B: bytes of the blocks with their adapters as they are gathered, H: of embedding, last norm and
-    head, which are gathered once per micro-batch, p: parameters of the adapters.
+    P: bytes of base and adapters as they are gathered, H: those of embedding, last norm and head,
+    which are gathered only once per micro-batch, a: parameters of the adapters.
     """
     shards, compute = shards_of(report, config), size_of_compute(config)
     micro_batches = report.micro_batches
@@ -661,13 +661,13 @@ def form_with_adapters(report: Report, config: Any) -> tuple[float, str, dict[st
         return (total + (gathers[0] * compute + 4 * reductions) * adapters) * (shards - 1) / shards
 
     expected, letter = sent(padded=False), "N" if shards == report.ranks else "S"
-    gathered = "B + H" if once else "2kB + kH"
-    formula = f"({gathered} + {'k' if reductions > 1 else ''}4p)({letter}-1)/{letter}"
+    gathered = "P" if once else "2kP - kH"
+    formula = f"({gathered} + {'k' if reductions > 1 else ''}4a)({letter}-1)/{letter}"
     parts = {"for shards of equal size": sent(padded=True) - expected}
     if replicas := report.ranks // shards - 1:  # shards of gradients are all-reduced once
         all_reduced = 2 * 4 * sum(shape.numel() for shape in report.adapters) / shards
         expected += all_reduced * replicas / (replicas + 1)
-        formula += " + 2(4p/S)(R-1)/R"
+        formula += " + 2(4a/S)(R-1)/R"
     return expected, formula, parts
 
 
