@@ -344,7 +344,7 @@ def encode_text(text: str, tokenizer: Tokenizer):
 
     Special tokens that the text spells out stay plain text.
     """
-    if hasattr(tokenizer, "encoding"):  # four times as fast as its conversion
+    if hasattr(tokenizer, "encoding"):
         if tokenizer.encoding.name == "bytes":  # five times as fast again
             return np.frombuffer(text.encode(), np.uint8)
         return tokenizer.encoding.encode_to_numpy(text, disallowed_special=())
@@ -733,13 +733,14 @@ class Batches:
         """Collate one rank's share of a step's micro-batches, and count over all of them."""
         indices = np.concatenate(micro_batches)
         lengths = self.sequences.lengths[indices].astype(int)  # int64, for the squares
+        num_tokens = int(lengths.sum())
         positions = sum(math.prod(self.shape(part)) for part in micro_batches)
         return GlobalBatch(
             [self.collate(part) for part in micro_batches[dp_rank::dp_size]],
             num_targets=int(self.sequences.num_targets[indices].sum()),
-            num_tokens=int(lengths.sum()),
+            num_tokens=num_tokens,
             squared_lengths=int((lengths**2).sum()),
-            padding_fraction=1 - int(lengths.sum()) / positions,
+            padding_fraction=1 - num_tokens / positions,
         )
 
     def stream(
@@ -1235,6 +1236,7 @@ class Run:
     device: torch.device
     current = None  # the run of this process, once it trains
     wandb = profiler = None
+    printed = -math.inf  # when a step was printed last
     stop_requested = 0  # signals that this rank has received
     stopping = False  # whether any rank has received one
 
@@ -1244,8 +1246,7 @@ class Run:
         self.model_config = model.config
         self.generation_config = model.generation_config
         if config.init_from:  # export in the same dtype
-            stored = transformers.AutoConfig.from_pretrained(config.init_from)
-            self.model_config.dtype = stored.dtype
+            model.config.dtype = transformers.AutoConfig.from_pretrained(config.init_from).dtype
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
         self.flops = step_flops(model)
@@ -1275,7 +1276,6 @@ class Run:
         stop. A collective.
         """
         config, index = self.config, self.documents.index
-        self.first_step = progress["step"]
         for group in dist.distributed_c10d._world.pg_map:  # those of a mesh have torch's default
             group.set_timeout(datetime.timedelta(minutes=config.timeout_minutes))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -1288,7 +1288,7 @@ class Run:
             f"{index.lengths.sum():,} tokens; writing {config.run_dir}\n"
             f"{config.precision} on {self.world_size} ranks, {work}"
         )
-        self.trace(self.first_step)
+        self.trace(progress["step"])
         # The ranks collect garbage together (`log_step`). Each at a moment of its own, they would
         # wait for one after the other.
         gc.disable()
@@ -1369,7 +1369,7 @@ class Run:
         self.trace(step)
         if step % 100 == 0:
             gc.collect(1)  # what is new: the imports' objects would take longer than a step
-        if step in (self.first_step + 1, self.config.steps) or now - self.printed > 10:
+        if step == self.config.steps or now - self.printed > 10:
             say(
                 f"step {step}/{self.config.steps}  {aim} {measured[aim]:.4f}  "
                 f"{line['tokens_per_second']:,.0f} tokens/s"
@@ -1391,9 +1391,8 @@ class Run:
         self.log(line)
         say(f"step {step}: validation loss {loss:.4f}")
 
-    def finish(self, step: int, checkpoint: Path, prompt: np.ndarray, next_command: str):
-        """End the run: rank 0 writes hf/, shows a sample of the model, and says what is next."""
-        hf = self.directory / "hf"
+    def finish(self, step: int, checkpoint: Path, next_command: str):
+        """End the run: rank 0 writes hf/, and says what is next."""
         if step < self.config.steps:
             return say(
                 f"stopped after step {step}, saved in {checkpoint}; "
@@ -1401,23 +1400,11 @@ class Run:
             )
         if self.rank:
             return
-        with refusing(f"cannot write {hf} ({checkpoint} is complete)"):
-            export(checkpoint, hf)
-        if self.facts["parameters"] < 2e9:  # larger ones would keep the GPUs waiting for minutes
-            try:
-                generate = transformers.pipeline("text-generation", str(hf))
-                [sample] = generate(
-                    self.tokenizer.decode(prompt),
-                    add_special_tokens=False,  # a bos is in it
-                    max_new_tokens=160,
-                    do_sample=True,
-                    temperature=0.6,
-                )
-                say(f"--- the model continues a held-out text:\n{sample['generated_text']}\n---")
-            except Exception as error:  # the run has succeeded: all its outputs are there
-                say(f"no sample of the model: {error}")
+        with refusing(f"cannot write {self.directory}/hf ({checkpoint} is complete)"):
+            export(checkpoint, self.directory / "hf")
         say(
             f"files: {self.config.run_dir}/metrics.jsonl, and hf/ beside it for transformers\n"
+            f"talk:  python sample.py {self.config.run_dir}\n"
             f"next:  {next_command.format(run_dir=self.config.run_dir)}"
         )
 

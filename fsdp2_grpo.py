@@ -81,7 +81,7 @@ from common import flag
 
 # --- Config ---------------------------------------------------------------------------------------
 
-NEXT_COMMAND = "README.md shows how to chat with {run_dir}/hf"
+NEXT_COMMAND = "python sample.py {run_dir}"
 # The architectures that --model knows by name.
 SHAPES = {
     "tiny": {
@@ -1310,9 +1310,7 @@ def main() -> None:
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    tokens, is_reference = validation.read(0)
-    prompt = tokens[: is_reference.argmax()]
-    run.finish(progress["step"], checkpoints.last, prompt, NEXT_COMMAND)
+    run.finish(progress["step"], checkpoints.last, NEXT_COMMAND)
 
 
 if __name__ == "__main__":

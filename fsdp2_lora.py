@@ -1122,13 +1122,11 @@ def main() -> None:
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    tokens, in_loss = validation.sequences.read(0)
-    prompt = tokens[: in_loss.argmax()]  # up to the assistant's turn
     if run.rank == 0 and progress["step"] >= config.steps:
         write_adapter(run, trained)
         # The export to hf/ then reads the base, not the checkpoint, and merges.
         common.read_checkpoint = partial(read_merged, config, trained)
-    run.finish(progress["step"], checkpoints.last, prompt, NEXT_COMMAND)
+    run.finish(progress["step"], checkpoints.last, NEXT_COMMAND)
 
 
 if __name__ == "__main__":

@@ -878,9 +878,7 @@ def main() -> None:
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    tokens, in_loss = validation.sequences.read(0)
-    prompt = tokens[: in_loss.argmax()]  # up to the assistant's turn
-    run.finish(progress["step"], checkpoints.last, prompt, NEXT_COMMAND)
+    run.finish(progress["step"], checkpoints.last, NEXT_COMMAND)
 
 
 if __name__ == "__main__":

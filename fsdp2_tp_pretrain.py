@@ -804,8 +804,7 @@ def main() -> None:
     gc.collect()
     dist.barrier()
     dist.destroy_process_group()
-    prompt, _ = validation.sequences.read(0)
-    run.finish(progress["step"], checkpoints.last, prompt[:64], NEXT_COMMAND)
+    run.finish(progress["step"], checkpoints.last, NEXT_COMMAND)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@
     python sample.py runs/fsdp2_sft
 
 The model is a run directory, a Hugging Face directory (also one of PEFT's adapters, if `peft` is
-installed), or a hub id. Without --prompt, each line that you type is a message. A backslash at its
-end continues the message on the next line. Ctrl-D ends the chat.
+installed), or a hub id. Without --prompt, you type: a text to continue if the model has no chat
+template, otherwise messages. A backslash at the end of a line continues the message on the next
+one, and Ctrl-D ends the chat.
 """
 
 import argparse
@@ -85,13 +86,13 @@ def main() -> None:
         refuse(f"{name} is not a run, and transformers cannot load it: {str(error)[:300]}")
     model.to(torch.accelerator.current_accelerator(check_available=True))
     try:
+        while not config.prompt and not tokenizer.chat_template:
+            config.prompt = input("a text to continue: ")
         if config.prompt:
             ids = tokenizer(config.prompt, return_tensors="pt")["input_ids"]
             generate(model, tokenizer, ids, skip_prompt=False)
-        elif tokenizer.chat_template:
-            chat(model, tokenizer)
         else:
-            refuse(f"{config.model} has no chat template, so it cannot chat: use --prompt")
+            chat(model, tokenizer)
     except (EOFError, KeyboardInterrupt):
         print()
 

@@ -78,7 +78,7 @@ def test_flags_of_the_pages_are_accepted(command, monkeypatch):
 OTHERS = """nnodes nproc-per-node max-restarts shutdown-timeout rdzv-backend rdzv-id rdzv-endpoint
     standalone help nonblocking pid signal cpus-per-task ntasks-per-node gpus-per-node nodes
     requeue ranks vocabulary memory_gib link_gbps tflops no-build-isolation turns only
-    check model_args tasks batch_size""".split()
+    check model_args tasks batch_size prompt""".split()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -163,9 +163,11 @@ def test_first_run(tmp_path):
     claimed, bigram = map(float, claims.groups())
     assert validation[-1]["validation_loss"] == pytest.approx(claimed, abs=0.06)
     assert claimed < bigram - 0.4
-    sample = re.search(r"--- the model continues .*\n((.|\n)+)\n---\n", printed)[1]
-    assert re.search(r"\b(def|self|return|if|for)\b", sample)  # a newcomer sees that it is Python
     assert f"files: {run_dir.relative_to(tmp_path)}/metrics.jsonl" in printed
+    [write] = re.findall("`(python sample.py .* --prompt .*?)`", README)
+    assert re.search(r"talk:  (.*)", printed)[1] in write
+    written = run(write, quiet=False)
+    assert re.search(r"\b(self|return|if|for)\b", written)  # a newcomer sees that it is Python
     following = re.search(r"next:  (.*)", printed)[1]
     pretrain, tune, reinforce, chat = block("chain")
     assert pretrain == command and "fsdp2_tp_pretrain.py" in following

@@ -82,6 +82,8 @@ def test_a_run_is_continued_or_talked_to(monkeypatch, capsys, tmp_path):
     assert code == 0 and printed.startswith("def ") and len(printed) > len("def ")
     code, printed, _ = ask(monkeypatch, capsys, f"{base}/hf", "--prompt", "def ")
     assert code == 0 and printed.startswith("def ")
+    code, printed, _ = ask(monkeypatch, capsys, base, typed=("", "def "))  # it has no chat template
+    assert code == 0 and printed.startswith("def ") and len(printed) > len("def ")
     code, printed, _ = ask(monkeypatch, capsys, tuned, typed=("hello",))
     assert code == 0 and printed.strip() and "hello" not in printed  # the prompt is not repeated
 
@@ -89,7 +91,6 @@ def test_a_run_is_continued_or_talked_to(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     "name, words, reason",
     [
-        ("base", (), "has no chat template, so it cannot chat: use --prompt"),
         ("base", ("--prompt", ""), "--prompt is empty"),
         ("base", ("--promt", "a"), "unrecognized arguments: --promt a"),
         ("unfinished", (), "python common.py export {}/checkpoints/step_00000020 {}/hf"),

@@ -899,7 +899,7 @@ def test_overfitted_answers_come_back_and_stop(tmp_path):
     flags = {"dataset": path, "run_dir": tmp_path / "run", "max_length": 128, "steps": 120}
     flags |= {"micro_batch_tokens": 256, "global_batch_tokens": 512, "learning_rate": 4e-3}
     flags |= {"eval_every": 120, "checkpoint_every": 120, "weight_decay": 0.0}
-    output = tune(flags, ranks=1)
+    tune(flags, ranks=1)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run/hf")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run/hf")
     right = 0
@@ -913,7 +913,3 @@ def test_overfitted_answers_come_back_and_stop(tmp_path):
         made = model.generate(**asked, max_new_tokens=40, do_sample=False)[0]
         right += tokenizer.decode(made[asked["input_ids"].shape[1] :]) == answer + "<|im_end|>"
     assert right == 9  # one of the ten was held out for validation
-    _, held_out = documents_of(path).split()
-    prompt = shown(held_out)[0][0].partition("It is ")[0]
-    assert prompt.endswith("<|im_start|>assistant\n")
-    assert f"continues a held-out text:\n{prompt}" in output
