@@ -1,0 +1,147 @@
+"""Byte-level BPE of Hugging Face, which fastokens encodes: the ids are those of `tokenizers`."""
+
+import functools
+import itertools
+import random
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from conftest import ROOT
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers
+from tokenizers.pre_tokenizers import (
+    BertPreTokenizer,
+    ByteLevel,
+    Digits,
+    Metaspace,
+    Sequence,
+    Split,
+)
+from tokenizers.processors import TemplateProcessing
+
+import common
+
+END = "<|endoftext|>"
+# As in the tokenizer.json of these models.
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace("{1,3}", "")
+GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+GPT_OSS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{ENDING}|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDING}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+DEEPSEEK = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+PLAIN = ByteLevel(add_prefix_space=False)
+
+
+def split(*patterns: str):
+    steps = [Split(Regex(pattern), "isolated") for pattern in patterns]
+    return Sequence([*steps, ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+KINDS = {  # pre-tokenizer, normalizer, added tokens
+    "GPT-2": (PLAIN, None, []),
+    "GPT-2 of tiktoken": (split(GPT2), None, []),
+    "RoBERTa": (ByteLevel(add_prefix_space=True), None, []),
+    "GPT-NeoX": (PLAIN, normalizers.NFC(), ["  ", "    "]),
+    "Llama 3": (split(LLAMA3), None, []),
+    "Qwen 2": (split(QWEN2), normalizers.NFC(), ["<tool_call>", AddedToken("é", normalized=True)]),
+    "GPT-OSS": (split(GPT_OSS), None, []),
+    "DeepSeek 3": (split(r"\p{N}{1,3}", "[一-龥぀-ゟ゠-ヿ]+", DEEPSEEK), None, []),
+    "StarCoder": (Sequence([Digits(individual_digits=True), PLAIN]), None, []),
+}
+UNKNOWN = {  # fastokens lacks a part of them
+    "NFKC": (PLAIN, normalizers.NFKC(), []),
+    "BERT's words": (Sequence([BertPreTokenizer(), PLAIN]), None, []),
+    "spaces as ▁": (Metaspace(), None, []),
+}
+
+
+@functools.cache
+def make(kind: str) -> common.Tokenizer:
+    """All pairs of bytes are tokens, so each place where a text is split shows in its ids."""
+    letters = sorted(ByteLevel.alphabet())
+    merges = list(itertools.product(letters, repeat=2))
+    vocabulary = {token: i for i, token in enumerate([*letters, *map("".join, merges)])}
+    backend = Tokenizer(models.BPE(vocabulary, merges))
+    backend.pre_tokenizer, normalizer, added = (KINDS | UNKNOWN)[kind]
+    if normalizer:
+        backend.normalizer = normalizer
+    backend.add_special_tokens([END, "<bos>"])
+    backend.add_tokens(added)
+    bos = [("<bos>", backend.token_to_id("<bos>"))]
+    backend.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=bos)
+    return common.Tokenizer(tokenizer_object=backend, eos_token=END)
+
+
+def check(tokenizer: common.Tokenizer, texts: list[str]) -> None:
+    """Compare with `tokenizers` itself, in which a special token that is spelled out is text."""
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.encode_special_tokens = True
+    for text, expected in zip(texts, backend.encode_batch_fast(texts)):
+        ids = common.encode_text(text, tokenizer)
+        assert (ids.tolist(), ids.dtype) == (expected.ids, np.uint32), ascii(text)
+
+
+@pytest.mark.parametrize("step", [101, pytest.param(1, marks=pytest.mark.drill)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_characters_are_split_alike(kind, step):
+    """Beside letters, digits, spaces, an apostrophe and itself. The drill has all of them."""
+    assert common.fast_tokenizer(make(kind))
+    wanted = map(chr, [*range(0x250), 0x180E, *range(0x250, sys.maxunicode, step)])
+    texts = [f"a{c}b'{c}x1{c}2 {c}\n{c} {c}." for c in wanted if not "\ud800" <= c <= "\udfff"]
+    check(make(kind), texts)
+
+
+@pytest.mark.parametrize("kind", KINDS | UNKNOWN)
+def test_mixed_texts_have_the_same_ids(kind):
+    """And texts of no length, and of 64 KiB, from where on fastokens would start threads."""
+    source = "".join(path.read_text() for path in sorted(ROOT.glob("*.py")))
+    parts = [" ", "  ", "\n", "\r\n", "\t", "\u00a0", "\u3000", "\x85", "'s", "'LL", "don't", END]
+    parts += [
+        "<tool_call>",
+        "e\u0301",
+        "\u212b",
+        "é",
+        "ﬁ",
+        "漢字",
+        "かな",
+        "7",
+        "1234567",
+        "🙂👩‍👩‍👧",
+    ]
+    draw = random.Random(0)
+    texts = ["", source[:65_000], source[:66_000]]
+    for _ in range(1000):
+        start = draw.randrange(len(source))
+        words = [*draw.choices(parts, k=draw.randrange(12)), source[start : start + 40]]
+        texts.append("".join(draw.sample(words, len(words))))
+    check(make(kind), texts)
+
+
+def test_a_process_can_tokenize_after_its_parent_did():
+    """`datasets.map` forks. A thread pool of the parent's would be dead in the child."""
+    program = """\
+import os
+import common
+tokenizer = common.from_tiktoken(common.load_tokenizer("bytes").encoding)
+del tokenizer.encoding
+source = open("common.py").read()
+texts = [source[:60_000], source * 4]
+before = [len(common.encode_text(text, tokenizer)) for text in texts]
+child = os.fork()
+if not child:
+    os._exit(before != [len(common.encode_text(text, tokenizer)) for text in texts])
+os._exit(os.waitpid(child, 0)[1])
+"""
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=120, check=False)
+    assert done.returncode == 0
