@@ -17,9 +17,11 @@ from types import SimpleNamespace
 import datasets
 import numpy as np
 import pytest
+import tiktoken
 import torch
 from conftest import HANGS, ROOT, data_config, make_batches
 from datasets.arrow_writer import ArrowWriter
+from tiktoken_ext.openai_public import r50k_pat_str
 from transformers import (
     AttentionInterface,
     AutoTokenizer,
@@ -92,18 +94,18 @@ def refused(function, *arguments) -> str:
 # --- Tokenizers -----------------------------------------------------------------------------------
 
 
-def encoding_with_merges():
-    """Return an encoding with gpt2's regex and a few merges."""
-    import tiktoken
-    from tiktoken_ext.openai_public import r50k_pat_str
-
-    ranks = {bytes([value]): value for value in range(256)}
-    for token in (b"12", b"123", b"67", b"re", b"ret", b"  ", b"\n\n", b"caf"):
-        ranks[token] = len(ranks)
-    special = {"<|endoftext|>": len(ranks), "<|other|>": len(ranks) + 1}
-    return tiktoken.Encoding(
-        "merges", pat_str=r50k_pat_str, mergeable_ranks=ranks, special_tokens=special
-    )
+def encoding(name: str) -> tiktoken.Encoding:
+    """Return bytes, gpt2, or an encoding with gpt2's regex and a few merges."""
+    if name == "gpt2":
+        return tiktoken.get_encoding(name)
+    pattern = r"[\s\S]" if name == "bytes" else r50k_pat_str
+    merges = (b"12", b"123", b"67", b"re", b"ret", b"  ", b"\n\n", b"caf")
+    tokens = [bytes([value]) for value in range(256)] + list(merges) * (name == "merges")
+    special = {"<|endoftext|>": len(tokens)}
+    if name == "merges":
+        special["<|other|>"] = len(tokens) + 1
+    ranks = {token: i for i, token in enumerate(tokens)}
+    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
 @pytest.mark.parametrize("name", ["bytes", "gpt2", "merges"])
@@ -111,25 +113,22 @@ def test_tokenizer_and_its_export_give_the_ids_of_tiktoken(name, request, tmp_pa
     """Before and after export. A special token that a text spells out stays text."""
     if name == "gpt2":
         request.getfixturevalue("gpt2_vocabulary")
-    own = name == "merges"
-    made = common.from_tiktoken(encoding_with_merges()) if own else common.load_tokenizer(name)
-    encoding = made.encoding
+    oracle = encoding(name)
+    made = common.from_tiktoken(oracle) if name == "merges" else common.load_tokenizer(name)
     samples = TRICKY + texts[:50]
-    expected = [encoding.encode_ordinary(text) for text in samples]
+    expected = [oracle.encode_ordinary(text) for text in samples]
     made.save_pretrained(tmp_path)
     exported = AutoTokenizer.from_pretrained(tmp_path)
     assert [exported(text)["input_ids"] for text in samples] == expected
     assert [exported.decode(ids) for ids in expected] == samples
     for tokenizer in (made, common.load_tokenizer(str(tmp_path))):
         assert [common.encode_text(text, tokenizer).tolist() for text in samples] == expected
-        assert (len(tokenizer), tokenizer.eos_token_id) == (encoding.n_vocab, encoding.eot_token)
+        assert (len(tokenizer), tokenizer.eos_token_id) == (oracle.n_vocab, oracle.eot_token)
 
 
 @pytest.mark.parametrize("ids, end", [([257], 256), ([256], 258)])
 def test_an_encoding_with_a_gap_between_its_ids_is_refused(ids, end, monkeypatch):
     """The end token of p50k_base is between the other ids; cl100k_base lacks an id before it."""
-    import tiktoken
-
     ranks = {bytes([value]): value for value in range(256)} | {b"ab": ids[0]}
     special = {"<|endoftext|>": end}
     gap = tiktoken.Encoding("x", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special)

@@ -61,7 +61,6 @@ def test_the_class_knows_an_end_token_that_the_files_lack(tmp_path):
 def test_a_document_begins_as_the_tokenizer_begins_a_text(tmp_path, template):
     """And it ends with one eos token, whether the tokenizer writes that or not."""
     tokenizer = copy.deepcopy(common.load_tokenizer("bytes"))
-    del tokenizer.encoding
     tokenizer.add_special_tokens({"bos_token": "<bos>", "eos_token": "<eos>"})
     special = [("<bos>", 257), ("<eos>", 258)]
     processor = processors.TemplateProcessing(single=template, special_tokens=special)
