@@ -502,6 +502,28 @@ def test_adapters_and_merged_weights_are_those_of_peft(finished, bases, precisio
             assert torch.equal(weights[name], parameter), name
 
 
+@pytest.mark.parametrize("precision", ["bf16", "nf4"])
+def test_files_in_bf16_are_merged_in_fp32_and_rounded_once(tmp_path, precision):
+    """In NF4, the adapters are added to what the codes stand for."""
+    torch.manual_seed(0)
+    weights = {f"{name}.weight": torch.randn(32, 64).bfloat16() for name in ("adapted", "other")}
+    save_file(weights, tmp_path / "model.safetensors")
+    adapters = {
+        "adapted.lora_A.weight": torch.randn(4, 64),
+        "adapted.lora_B.weight": torch.randn(32, 4),
+    }
+    flags = TUNED | {"rank": 4, "alpha": 3.0, "init_from": str(tmp_path)}
+    config = script.Config(base_precision=precision, **flags)
+    merged = {name: torch.empty_like(weight) for name, weight in weights.items()}
+    script.read_merged(config, adapters, tmp_path, {"model": merged})
+    kept = weights["adapted.weight"].float()
+    if precision == "nf4":
+        kept = script.dequantize(script.quantize(kept), script.nf4_values(kept.device))
+    product = adapters["adapted.lora_B.weight"] @ adapters["adapted.lora_A.weight"]
+    assert torch.equal(merged["adapted.weight"], (kept + 0.75 * product).bfloat16())
+    assert torch.equal(merged["other.weight"], weights["other.weight"])
+
+
 def test_files_of_a_run(finished, bases):
     run = finished("fp32", "tied")
     description = json.loads((run / "adapter/adapter_config.json").read_text())
