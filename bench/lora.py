@@ -1,6 +1,6 @@
 """LoRA beside full fine-tuning: memory and communication by the dry run, and CPU time of a step.
 
-    python bench/lora.py                                              memory (half an hour)
+    python bench/lora.py                                              memory (15 minutes)
     torchrun --standalone --nproc-per-node=2 bench/lora.py [ROUNDS]   CPU time
 
 Memory: Llama 3's 8B and 70B shapes on 1 to 8 GPUs, one micro-batch of 4,096 tokens in one sequence
