@@ -233,6 +233,16 @@ def test_any_number_of_ranks_trains_alike(trained, ranks, case):
         assert (after - two["after"][name]).abs().max() < 1e-5, name
 
 
+def test_codes_are_gathered_not_numbers(trained, bases):
+    """34 bytes for 64 weights, in forward and in backward of each micro-batch."""
+    weights = load_file(bases / "tied/model.safetensors")
+    others = ("down_proj.weight", "bias", "norm.weight", "embed_tokens.weight")
+    numbers = sum(w.numel() for name, w in weights.items() if not name.endswith(others))
+    micro_batches, ranks = 2, 2
+    saved = 2 * micro_batches * (4 - 34 / 64) * numbers * (ranks - 1) / ranks
+    assert trained(2, "fp32")["sent"] - trained(2, "nf4")["sent"] == saved
+
+
 def test_ranks_without_a_row_train_alike(trained):
     four, two = trained(4, "few rows"), trained(2, "few rows")
     assert four["rows"][0] == two["rows"][0] == 1  # and B's rows
