@@ -348,12 +348,11 @@ class LoraLinear(nn.Linear):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.is_quantized:
-            outputs = QuantizedLinear.apply(
-                inputs, self.weight, self.bias, self.values.to(inputs.dtype)
-            )
+            values = self.values.to(inputs.dtype)
+            outputs = QuantizedLinear.apply(inputs, self.weight, self.bias, values)
         else:
             outputs = super().forward(inputs)
-        return outputs + self.scale * self.lora_B(self.lora_A(inputs))
+        return outputs + self.lora_B(self.scale * self.lora_A(inputs))  # scale the thin result
 
 
 # NF4, in plain torch: bitsandbytes and torchao need CUDA or tensors of a class of their own. Its

@@ -1,22 +1,21 @@
 """LoRA beside full fine-tuning: memory and communication by the dry run, and CPU time of a step.
 
-    python bench/lora.py                                              memory: docs/lora.json
+    python bench/lora.py                                              memory (15 minutes)
     torchrun --standalone --nproc-per-node=2 bench/lora.py [ROUNDS]   CPU time
 
 Memory: Llama 3's 8B and 70B shapes on 1 to 8 GPUs, one micro-batch of 4,096 tokens in one sequence
 per rank and step, full activation checkpointing, bf16, adapters of rank 16 on all linear layers.
-Blocks are alike, so memory at rest and bytes grow in proportion to their number: the dry run sees
-models of BLOCKS blocks, and the line through both gives those of the shape. For the peak this was
-compared with a dry run of all blocks in NF4: equal for 8B on 2 GPUs, but 15 % too low for 70B on 4.
-So peaks of 70B are left out.
 
 CPU time: fsdp2_sft.py and fsdp2_lora.py train the same shape, with random weights, on the same
-batches in fp32, a step of each after the other. Prints the CPU seconds of all ranks per step.
+batches in fp32, a step of each after the other. Seconds are user and system time of both ranks.
+
+Each writes its part of docs/lora.json.
 """
 
 import contextlib
 import importlib
 import io
+import itertools
 import json
 import os
 import statistics
@@ -25,11 +24,10 @@ import time
 from typing import Any
 
 import shared
-from meshes import SHAPES, VOCABULARY, save_shapes
+from meshes import VOCABULARY, save_shapes
 from shared import ROOT
 
 FILE = ROOT / "docs/lora.json"
-BLOCKS = (6, 12)
 LENGTH = 4096
 RANKS = (1, 2, 4, 8)
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -40,16 +38,6 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 # --- Memory ---------------------------------------------------------------------------------------
-
-
-def save_shape(name: str, blocks: int, folder: str) -> str:
-    """Write the config.json of a shape with so many blocks; returns its directory."""
-    from transformers import LlamaConfig
-
-    path = f"{folder}/{name}-{blocks}"
-    shape = LlamaConfig.from_pretrained(f"{folder}/{name}", num_hidden_layers=blocks)
-    shape.save_pretrained(path)
-    return path
 
 
 def predict(way: str, path: str, ranks: int) -> dict[str, float]:
@@ -77,33 +65,49 @@ def predict_all() -> list[dict[str, Any]]:
     found = []
     with tempfile.TemporaryDirectory() as folder:
         save_shapes(folder)
-        for name in ("8B", "70B"):
-            paths = [save_shape(name, blocks, folder) for blocks in BLOCKS]
-            for ranks in RANKS:
-                for way in WAYS:
-                    low, high = (predict(way, path, ranks) for path in paths)
-                    steps = (SHAPES[name][2] - BLOCKS[0]) / (BLOCKS[1] - BLOCKS[0])
-                    line = {key: low[key] + steps * (high[key] - low[key]) for key in low}
-                    if name == "70B":
-                        del line["peak"]
-                    found.append({"model": name, "ranks": ranks, "way": way} | line)
-                    print(found[-1], flush=True)
+        for name, ranks, way in itertools.product(("8B", "70B"), RANKS, WAYS):
+            sizes = predict(way, f"{folder}/{name}", ranks)
+            found.append({"model": name, "ranks": ranks, "way": way} | sizes)
+            print(found[-1], flush=True)
     return found
 
 
 def lora_table() -> str:
-    """Return Markdown: by model and GPUs, GiB at the peak and at rest, and GB sent, of each way."""
+    """Return Markdown: by model and GPUs, GiB at the peak and at rest, and GB sent, of each way.
+
+    Below it are the CPU seconds of a step.
+    """
     titles = "".join(f" {way}: peak, at rest | sent |" for way in WAYS)
     lines = [f"| model | GPUs |{titles}", "| --- " * (2 + 2 * len(WAYS)) + "|"]
-    found = json.loads(FILE.read_text())
+    result = json.loads(FILE.read_text())
+    found = result["memory"]
     for model, ranks in dict.fromkeys((one["model"], one["ranks"]) for one in found):
         line = f"| {model} | {ranks} |"
         for one in found:
             if (one["model"], one["ranks"]) == (model, ranks):
-                peak = f"{one['peak']:.1f}, " if "peak" in one else ""
-                line += f" {peak}{one['rest']:,.1f} GiB | {one['sent']:.1f} GB |"
+                line += f" {one['peak']:,.1f}, {one['rest']:,.1f} GiB | {one['sent']:.1f} GB |"
         lines.append(line)
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *seconds_table(result["seconds"])])
+
+
+def seconds_table(seconds: dict[str, list[float]]) -> list[str]:
+    """Return lines of Markdown: CPU seconds of a step of each way, best and median."""
+    best = {way: (min(each), statistics.median(each)) for way, each in seconds.items()}
+    cells = []
+    for way, (least, median) in best.items():
+        ratios = f"{least / best['full'][0]:.2f}, {median / best['full'][1]:.2f}"
+        cells.append(f"{least:.2f}, {median:.2f} s" + f": {ratios}" * (way != "full"))
+    return [
+        f"| CPU time of a step | {' | '.join(seconds)} |",
+        "| --- " * (1 + len(seconds)) + "|",
+        f"| best, median: ratios | {' | '.join(cells)} |",
+    ]
+
+
+def note(part: str, value: Any) -> None:
+    """Write a part of the file, and keep the other."""
+    result = json.loads(FILE.read_text())
+    FILE.write_text(json.dumps(result | {part: value}, indent=1) + "\n")
 
 
 # --- CPU time -------------------------------------------------------------------------------------
@@ -124,6 +128,7 @@ def measure(rounds: int) -> None:
     ways = {
         "full": fsdp2_sft.Config(**flags),
         "LoRA, fp32": fsdp2_lora.Config(base_precision="fp32", **flags),
+        "LoRA, bf16": fsdp2_lora.Config(base_precision="bf16", **flags),
         "LoRA, NF4": fsdp2_lora.Config(base_precision="nf4", **flags),
     }
     sessions = {}
@@ -143,12 +148,8 @@ def measure(rounds: int) -> None:
     if dist.get_rank() == 0:
         numbers = sum(p.numel() for p in sessions["full"].full.parameters())
         print(f"{numbers:,} parameters, {rounds} steps of 4,096 positions on 2 ranks")
-        full = seconds[1:, 0].tolist()
-        print("| | best | median | ratio of best | ratio of median |\n" + "| --- " * 5 + "|")
-        for way, each in zip(ways, seconds[1:].T.tolist()):
-            best, median = min(each), statistics.median(each)
-            ratios = f"{best / min(full):.2f} | {median / statistics.median(full):.2f}"
-            print(f"| {way} | {best:.2f} s | {median:.2f} s | {ratios} |", flush=True)
+        note("seconds", dict(zip(ways, seconds[1:].T.tolist())))
+        print("\n".join(seconds_table(json.loads(FILE.read_text())["seconds"])), flush=True)
     del sessions, streams, session
     shared.leave()
 
@@ -157,7 +158,7 @@ def main() -> None:
     [rounds] = shared.read(__doc__, rounds=5)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # under torchrun
         measure(rounds)
-    FILE.write_text(json.dumps(predict_all(), indent=1) + "\n")
+    note("memory", predict_all())
     print(lora_table())
 
 

@@ -233,6 +233,16 @@ def test_any_number_of_ranks_trains_alike(trained, ranks, case):
         assert (after - two["after"][name]).abs().max() < 1e-5, name
 
 
+def test_codes_are_gathered_not_numbers(trained, bases):
+    """34 bytes for 64 weights, in forward and in backward of each micro-batch."""
+    weights = load_file(bases / "tied/model.safetensors")
+    others = ("down_proj.weight", "bias", "norm.weight", "embed_tokens.weight")
+    numbers = sum(w.numel() for name, w in weights.items() if not name.endswith(others))
+    micro_batches, ranks = 2, 2
+    saved = 2 * micro_batches * (4 - 34 / 64) * numbers * (ranks - 1) / ranks
+    assert trained(2, "fp32")["sent"] - trained(2, "nf4")["sent"] == saved
+
+
 def test_ranks_without_a_row_train_alike(trained):
     four, two = trained(4, "few rows"), trained(2, "few rows")
     assert four["rows"][0] == two["rows"][0] == 1  # and B's rows
@@ -500,6 +510,28 @@ def test_adapters_and_merged_weights_are_those_of_peft(finished, bases, precisio
     for name, parameter in loaded.merge_and_unload().named_parameters():
         if precision == "fp32" or "_proj.weight" in name and "down" not in name:
             assert torch.equal(weights[name], parameter), name
+
+
+@pytest.mark.parametrize("precision", ["bf16", "nf4"])
+def test_files_in_bf16_are_merged_in_fp32_and_rounded_once(tmp_path, precision):
+    """In NF4, the adapters are added to what the codes stand for."""
+    torch.manual_seed(0)
+    weights = {f"{name}.weight": torch.randn(32, 64).bfloat16() for name in ("adapted", "other")}
+    save_file(weights, tmp_path / "model.safetensors")
+    adapters = {
+        "adapted.lora_A.weight": torch.randn(4, 64),
+        "adapted.lora_B.weight": torch.randn(32, 4),
+    }
+    flags = TUNED | {"rank": 4, "alpha": 3.0, "init_from": str(tmp_path)}
+    config = script.Config(base_precision=precision, **flags)
+    merged = {name: torch.empty_like(weight) for name, weight in weights.items()}
+    script.read_merged(config, adapters, tmp_path, {"model": merged})
+    kept = weights["adapted.weight"].float()
+    if precision == "nf4":
+        kept = script.dequantize(script.quantize(kept), script.nf4_values(kept.device))
+    product = adapters["adapted.lora_B.weight"] @ adapters["adapted.lora_A.weight"]
+    assert torch.equal(merged["adapted.weight"], (kept + 0.75 * product).bfloat16())
+    assert torch.equal(merged["other.weight"], weights["other.weight"])
 
 
 def test_files_of_a_run(finished, bases):
