@@ -284,6 +284,11 @@ def test_symbols_of_formulas_are_explained_once():
     formulas = re.sub(r"\w*[A-Z]{2,}[A-Z0-9]+\w*|\[.*?\]|`.*?`", "", chapter_table + traffic_table)
     used = {*re.findall(r"(?<![A-Za-z])[A-Z](?![a-zA-Z]| is)", formulas)}
     assert used <= {*names} and {*"NPGAQK"} <= used, used - {*names}
+    for script in ALL_SCRIPTS:
+        docstring = re.sub(r"`.*?`|DeepSeek-V3", "", sys.modules[script[:-3]].__doc__)
+        letters = {*re.findall(r"(?<![A-Za-z])[A-Z](?![a-zA-Z])", docstring)}
+        matrices = {"W"} if script == "fsdp2_lora.py" else set()
+        assert letters - matrices <= {*names}, script
 
 
 def test_every_script_has_a_page():
