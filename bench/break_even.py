@@ -1,13 +1,21 @@
 """From where on a strategy is bound by compute and not by the network, on H100s, by formula.
 
-    python bench/break_even.py
+    python bench/break_even.py           by formula
+    python bench/break_even.py counted   beside what the dry run counts
 
-It is the table of docs/break_even.md, which derives the formulas. Rates are those of the data
+These are the tables of docs/break_even.md, which derives the formulas. Rates are those of the data
 sheet: 989 TFLOP/s in bf16 (dense), 450 GB/s over NVLink in each direction, and 400 Gbit/s to
 another machine.
+
+counted: eight blocks of Llama 3 8B on 8 ranks, micro-batches of 8,192 tokens in sequences of 2,048.
+The dry run tells how many FLOPs a rank computes and how many bytes it sends.
 """
 
+import tempfile
+from typing import Any
+
 import shared
+import strategies
 
 FLOPS = 989e12
 LINKS = {"NVLink": 450e9, "between machines": 50e9}  # bytes per second that a rank sends
@@ -35,9 +43,54 @@ def table() -> str:
     return "\n".join(lines)
 
 
+WIDTH, RANKS, TOKENS, LENGTH = 4096, 8, 8192, 2048
+# Strategy -> the script and its flags, what the formula asks for, and how much of it this step has.
+COUNTED: dict[str, tuple[str, dict[str, int], str, float]] = {
+    "DDP": ("ddp", {}, "tokens per rank and step", TOKENS),
+    "FSDP2": ("fsdp2", {}, "tokens per micro-batch", TOKENS),
+    "TP of 2": ("fsdp2_tp", {"tensor_parallel": 2}, "hidden size", WIDTH),
+    "TP of 8": ("fsdp2_tp", {"tensor_parallel": 8}, "hidden size", WIDTH),
+    "CP of 8 (Ulysses)": (
+        "fsdp2_cp",
+        {"context_parallel": 8},
+        "12 x hidden size + length",
+        12 * WIDTH + LENGTH,
+    ),
+}
+
+
+def counted(strategy: str, folder: str) -> float:
+    """Return the break-even point by the bytes and FLOPs of a dry run."""
+    script, own, _, here = COUNTED[strategy]
+    flags: dict[str, Any] = {"max_length": LENGTH, "micro_batch_tokens": TOKENS} | own
+    seen = strategies.report(script, folder, 32000, RANKS, **flags)
+    calls = seen.calls
+    if script == "fsdp2_tp":  # FSDP's own collectives are in the line of FSDP2
+        calls = [call for call in calls if call.ranks == own["tensor_parallel"]]
+    if script == "fsdp2_cp":
+        calls = [call for call in calls if call.kind == "all-to-all"]
+    sending = sum(call.sent for call in calls) / LINKS["NVLink"]
+    computing = seen.flops / FLOPS
+    if script == "ddp":
+        computing *= 2 / 3  # backward
+    return here * sending / computing
+
+
+def counted_table() -> str:
+    lines = ["| over NVLink | by formula | counted | |", "| --- | --- | --- | --- |"]
+    formulas = break_even(LINKS["NVLink"])
+    with tempfile.TemporaryDirectory() as folder:
+        shared.qwen2(WIDTH, 14336, 8, 32, 8, 32000, tied=False).save_pretrained(folder)
+        for strategy, (_, _, unit, _) in COUNTED.items():
+            formula = formulas[strategy].replace(unit, "").strip()
+            lines.append(f"| {strategy} | {formula} | {counted(strategy, folder):,.0f} | {unit} |")
+    return "\n".join(lines)
+
+
 def main() -> None:
-    shared.read(__doc__)
-    print(table())
+    reader = shared.parser(__doc__)
+    reader.add_argument("what", nargs="?", choices=["formula", "counted"], default="formula")
+    print(counted_table() if reader.parse_args().what == "counted" else table())
 
 
 if __name__ == "__main__":

@@ -60,7 +60,9 @@ class Notes:
 
     def write(self, out: str) -> None:
         if int(os.environ["RANK"]) == 0:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+            # In bytes on macOS, otherwise in KiB.
+            unit = 1 if sys.platform == "darwin" else 1024
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
             seen = {"seconds": self.seconds, "losses": self.losses, "tokens": self.tokens}
             Path(out).write_text(json.dumps(seen | {"peak_gib": peak} | self.more))
 

@@ -11,8 +11,8 @@
 
 traffic: qwen2-0.5b with the GPT-2 vocabulary on 8 ranks, AdamW, bf16 compute, 1 and 4 micro-batches
 of 4,096 tokens per rank and step.
-choosing: Qwen2.5's shapes, micro-batches of 4,096 tokens in sequences of 2,048, bf16. Hybrid is two
-replicas. A setting fits if it leaves a tenth of the GPU free.
+choosing: Qwen2.5's shapes, two micro-batches of 4,096 tokens per rank and step in sequences of
+2,048, bf16. Hybrid is two replicas. A setting fits if it leaves a tenth of the GPU free.
 inside: the same shapes on 8 ranks, micro-batches of one sequence, full activation checkpointing,
 bf16.
 stages: the 7B shape on two machines of 8 GPUs, 2^20 tokens per step in micro-batches of one
@@ -302,8 +302,11 @@ def choosing() -> None:
                         continue  # there is nothing to shard over
                     if shape.num_key_value_heads % own.get("tensor_parallel", 1):
                         continue
+                    # A second micro-batch adds the gradients of the first. A third adds nothing.
+                    dp_size = int(ranks) // own.get("tensor_parallel", 1)
+                    step = {"global_batch_tokens": 2 * TOKENS * dp_size}
                     given = (strategy, f"{folder}/{model}", shape.vocab_size, int(ranks))
-                    gib = report(*given, **own).on_device / GIB
+                    gib = report(*given, **step, **own).on_device / GIB
                     fits[setting] = round(gib, 2)
                     print(model, ranks, setting, fits[setting], flush=True)
                     if gib < 0.9 * CARDS[0] * 1e9 / GIB:

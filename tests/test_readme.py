@@ -286,6 +286,11 @@ def test_symbols_of_formulas_are_explained_once():
     formulas = re.sub(r"\w*[A-Z]{2,}[A-Z0-9]+\w*|\[.*?\]|`.*?`", "", chapter_table + traffic_table)
     used = {*re.findall(r"(?<![A-Za-z])[A-Z](?![a-zA-Z]| is)", formulas)}
     assert used <= {*names} and {*"NPGAQK"} <= used, used - {*names}
+    for script in ALL_SCRIPTS:
+        docstring = re.sub(r"`.*?`|DeepSeek-V3", "", sys.modules[script[:-3]].__doc__)
+        letters = {*re.findall(r"(?<![A-Za-z])[A-Z](?![a-zA-Z])", docstring)}
+        matrices = {"W"} if script == "fsdp2_lora.py" else set()
+        assert letters - matrices <= {*names}, script
 
 
 def test_every_script_has_a_page():
@@ -333,6 +338,24 @@ def test_experiments_print_what_the_pages_show(page, monkeypatch, quick_programs
 
     for shown, printed in tryit.run_blocks(page, quick_programs):
         assert tryit.is_similar(shown, printed), f"shown:\n{shown}\nprinted:\n{printed}"
+
+
+def test_every_exercise_has_a_folded_answer_that_is_run():
+    """And what an exercise's diff removes is in a script, once."""
+    sections = re.split(r"(?m)^## ", TEXT["exercises.md"])[1:]
+    scripts = "".join(path.read_text() for path in [*ROOT.glob("*.py"), *ROOT.glob("by_hand/*.py")])
+    numbers = []
+    for section in sections:
+        _, *exercises = re.split(r"(?m)^(?=\*\*\d+\. )", section)
+        assert 2 <= len(exercises) <= 5, section[:20]
+        for exercise in exercises:
+            numbers.append(int(exercise[2:].partition(".")[0]))
+            _, answer = exercise.split("<details><summary>Answer</summary>\n\n")
+            assert re.search(r"<!-- try -->\n```bash\n.*?```\n\n```text\n\S", answer, re.DOTALL)
+            assert answer.endswith("</details>\n\n") or answer.endswith("</details>\n")
+        for removed in re.findall(r"(?m)^-(\s.*)$", section):
+            assert scripts.count(f"\n{removed}\n") == 1, removed
+    assert numbers == [*range(1, len(numbers) + 1)]
 
 
 def test_outputs_are_compared_by_their_numbers(monkeypatch):
