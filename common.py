@@ -942,14 +942,14 @@ def load_weights(model: nn.Module, directory: str, skip: tuple = ()):
     wanted = {name: state_dict[name] for name in state_dict.keys() - tied.keys() - set(skip)}
     # NOTE: DCP would ignore names that only the files have.
     reader = dcp.HuggingFaceStorageReader(directory)
-    stored = reader.read_metadata().state_dict_metadata
-    unknown = stored.keys() - set().union(*gather(list(state_dict)))
-    if unknown:
-        refuse(
-            f"--init_from {directory} has {min(unknown)}, which the model lacks (docs/runs.md says "
-            "what to do with experts that are stored one by one)"
-        )
     with refusing(f"--init_from {directory}"):  # names what is missing or has another shape
+        stored = reader.read_metadata().state_dict_metadata
+        unknown = stored.keys() - set().union(*gather(list(state_dict)))
+        if unknown:
+            refuse(
+                f"--init_from {directory} has {min(unknown)}, which the model lacks (docs/runs.md "
+                "says what to do with experts that are stored one by one)"
+            )
         for name in stored:
             if len(stored[name].chunks) > 1:
                 raise ValueError(f"{name} is in several files; leave only the one to read there")
