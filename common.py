@@ -380,8 +380,8 @@ def standard_library_files():
     files = []
     for folder, subfolders, _ in os.walk(Path(ast.__file__).parent):
         subfolders[:] = set(subfolders) - skipped  # `walk` does not enter the others
-        files += Path(folder).glob("*.py")
-    return list(map(str, sorted(files)))
+        files += glob.glob(f"{folder}/*.py")
+    return sorted(files)
 
 
 def standard_library_documents(files: list):
@@ -968,44 +968,6 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path):
     (directory / "tokenization.py").write_text(TOKENIZER_CODE)
 
 
-def export(checkpoint: Path, directory: Path, dtype: str = "", hub_names: bool = False):
-    """Write a checkpoint as a directory for AutoModelForCausalLM and AutoTokenizer, on one CPU.
-
-    The CPU's memory holds one file of weights at a time, 5 GB at most (or one larger tensor). The
-    default dtype is that of --init_from's files, or fp32. With `hub_names` the experts of MoE
-    models are stored one by one, as other programs expect. `load_weights` needs the model's names.
-    """
-    temporary = directory.with_name(f".{directory.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of an export that did not end
-    shutil.copytree(checkpoint / "hf", temporary)
-    model_config = transformers.AutoConfig.from_pretrained(temporary)
-    model_config.dtype = dtype or model_config.dtype
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(model_config)
-    model_config.architectures = [type(model).__name__]
-    rotation = getattr(model_config, "rope_parameters", None) or {}
-    if "rope_theta" in rotation:  # for transformers 4, which has silent defaults
-        vars(model_config).update(rotation, rope_scaling=rotation)
-    model_config.save_pretrained(temporary)
-    tensors = model.state_dict()
-    for head in model.all_tied_weights_keys:
-        del tensors[head]
-    split = huggingface_hub.split_torch_state_dict_into_shards(tensors)
-    weight_map = {}
-    warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
-    for file, names in split.filename_to_tensors.items():
-        part = {name: torch.empty_like(tensors[name], device="cpu") for name in names}
-        read_checkpoint(checkpoint, {"model": part})
-        if hub_names:
-            part = revert_weight_conversion(model, part)
-        weight_map |= dict.fromkeys(part, file)
-        save_file(part, temporary / file, metadata={"format": "pt"})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": weight_map}
-        write_json(temporary / "model.safetensors.index.json", index)
-    temporary.rename(directory)
-
-
 # --- Checkpoints: directories that are complete or absent -----------------------------------------
 
 # What a resumed run must share with its checkpoint: the flags of the batch plan, the weights that
@@ -1055,6 +1017,45 @@ def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.O
     model_state, optimizer_state = get_state_dict(model, optimizer)
     read_checkpoint(checkpoint, application_state(model_state, optimizer_state))
     set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+
+
+def export(checkpoint: Path, directory: Path, dtype="", hub_names=False, read=read_checkpoint):
+    """Write a checkpoint as a directory for AutoModelForCausalLM and AutoTokenizer, on one CPU.
+
+    The CPU's memory holds one file of weights at a time, 5 GB at most (or one larger tensor). The
+    default dtype is that of --init_from's files, or fp32. With `hub_names` the experts of MoE
+    models are stored one by one, as other programs expect. `load_weights` needs the model's names.
+    `read(checkpoint, {"model": tensors})` fills the tensors of a file.
+    """
+    temporary = directory.with_name(f".{directory.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of an export that did not end
+    shutil.copytree(checkpoint / "hf", temporary)
+    model_config = transformers.AutoConfig.from_pretrained(temporary)
+    model_config.dtype = dtype or model_config.dtype
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(model_config)
+    model_config.architectures = [type(model).__name__]
+    rotation = getattr(model_config, "rope_parameters", None) or {}
+    if "rope_theta" in rotation:  # for transformers 4, which has silent defaults
+        vars(model_config).update(rotation, rope_scaling=rotation)
+    model_config.save_pretrained(temporary)
+    tensors = model.state_dict()
+    for head in model.all_tied_weights_keys:
+        del tensors[head]
+    split = huggingface_hub.split_torch_state_dict_into_shards(tensors)
+    weight_map = {}
+    warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
+    for file, names in split.filename_to_tensors.items():
+        part = {name: torch.empty_like(tensors[name], device="cpu") for name in names}
+        read(checkpoint, {"model": part})
+        if hub_names:
+            part = revert_weight_conversion(model, part)
+        weight_map |= dict.fromkeys(part, file)
+        save_file(part, temporary / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": weight_map}
+        write_json(temporary / "model.safetensors.index.json", index)
+    temporary.rename(directory)
 
 
 def gather(value: Any):
@@ -1415,7 +1416,7 @@ class Run:
         self.log(line)
         say(f"step {step}: validation loss {loss:.4f}")
 
-    def finish(self, step: int, checkpoint: Path, next_command: str):
+    def finish(self, step: int, checkpoint: Path, next_command: str, read=read_checkpoint):
         """End the run: rank 0 writes hf/, and says what is next."""
         if step < self.config.steps:
             return say(
@@ -1425,7 +1426,7 @@ class Run:
         if self.rank:
             return
         with refusing(f"cannot write {self.directory}/hf ({checkpoint} is complete)"):
-            export(checkpoint, self.directory / "hf")
+            export(checkpoint, self.directory / "hf", read=read)
         say(
             f"files: {self.config.run_dir}/metrics.jsonl, and hf/ beside it for transformers\n"
             f"talk:  python sample.py {self.config.run_dir}\n"

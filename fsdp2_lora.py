@@ -1123,9 +1123,9 @@ def main() -> None:
     dist.destroy_process_group()
     if run.rank == 0 and progress["step"] >= config.steps:
         write_adapter(run, trained)
-        # The export to hf/ then reads the base, not the checkpoint, and merges.
-        common.read_checkpoint = partial(read_merged, config, trained)
-    run.finish(progress["step"], checkpoints.last, NEXT_COMMAND)
+    # The export to hf/ reads the base, not the checkpoint, and merges.
+    read = partial(read_merged, config, trained)
+    run.finish(progress["step"], checkpoints.last, NEXT_COMMAND, read)
 
 
 if __name__ == "__main__":

@@ -147,6 +147,16 @@ def test_tensors_of_other_names_are_refused(tmp_path):
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("size", [4, 100, -100])
+def test_a_file_that_was_cut_is_refused(tmp_path, size):
+    """In its length, its header, and its last tensor: a download that did not end."""
+    save_model(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    assert f"--init_from {tmp_path}: " in refused(load, tmp_path)
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_a_head_under_a_tied_config_is_refused(tmp_path):
     """transformers would untie them if they differ. The head was dropped without a word."""
     tensors = save_model(tmp_path, tie_word_embeddings=True)
