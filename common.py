@@ -342,9 +342,10 @@ def from_tiktoken(encoding: tiktoken.Encoding):
 
 @functools.cache
 def fast_tokenizer(tokenizer: Tokenizer):
-    """Return fastokens' form of a tokenizer, or None if that lacks a part of it.
+    """Return the tokenizer in fastokens, or None if fastokens does not support all of it.
 
-    It encodes byte-level BPE (GPT-2, Llama 3, Qwen, ...) several times as fast.
+    It encodes byte-level BPE (GPT-2, Llama 3, Qwen, ...) several times as fast. Call this once all
+    tokens are added.
     """
     os.environ["FASTOKENS_BPE_THREADS"] = "1"  # the processes of `map` use all CPUs already
     with contextlib.suppress(ValueError):
@@ -356,11 +357,12 @@ def encode_text(text: str, tokenizer: Tokenizer):
 
     Special tokens that the text spells out stay plain text.
     """
-    if tokenizer.name_or_path == "bytes":
+    if tokenizer.name_or_path == "bytes":  # only `load_tokenizer` gives this name
         return np.frombuffer(text.encode(), np.uint8)
     fast = fast_tokenizer(tokenizer)
-    # NOTE: fastokens 0.3.5 splits texts with these two characters otherwise, of all that there are,
-    # and longer texts with threads, which a fork of this process would wait for in vain.
+    # NOTE: fastokens 0.3.5 splits texts with these two characters differently than `tokenizers` (no
+    # others, see tests/test_tokenizers.py). It splits texts of 64 KiB and more in threads, and a
+    # fork of this process would wait for these forever.
     if fast and len(text.encode()) < 65_536 and not re.search("[\u017f\u180e]", text):
         ids = fast.encode(text, add_special_tokens=True, split_special_tokens=True).ids
     else:
@@ -465,7 +467,7 @@ def tokenize(batch: dict, columns: list, function: Callable, tokenizer: Tokenize
         try:
             # Each row has its own types. A reader of whole columns would guess one for all of them.
             if JSON in row:
-                row = json.loads(row[JSON].encode())  # bytes may begin with a byte order mark
+                row = json.loads(row[JSON].removeprefix("\ufeff"))  # a byte order mark
             row = {name: row[name] for name in columns if isinstance(row, dict) and name in row}
             tokens, in_loss, group, num_bytes = function(row, tokenizer)
         except json.JSONDecodeError:
@@ -806,9 +808,12 @@ class Batches:
 
 
 def to_device(micro_batch: dict, device: torch.device):
-    """Copy a micro-batch's tensors to the device, without waiting for the copies."""
+    """Copy a micro-batch's tensors to the device, without waiting for the copies.
+
+    Returns a new dict, on CPUs too: callers take entries out of it.
+    """
     if device.type != "cuda":
-        return micro_batch
+        return dict(micro_batch)
     return {
         # Copies are asynchronous from pinned memory only.
         name: value.pin_memory().to(device, non_blocking=True) if torch.is_tensor(value) else value
@@ -1025,7 +1030,7 @@ def export(checkpoint: Path, directory: Path, dtype="", hub_names=False, read=re
     The CPU's memory holds one file of weights at a time, 5 GB at most (or one larger tensor). The
     default dtype is that of --init_from's files, or fp32. With `hub_names` the experts of MoE
     models are stored one by one, as other programs expect. `load_weights` needs the model's names.
-    `read(checkpoint, {"model": tensors})` fills the tensors of a file.
+    `read(checkpoint, {"model": tensors})` fills the tensors of one file, in place.
     """
     temporary = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # of an export that did not end
@@ -1417,7 +1422,7 @@ class Run:
         say(f"step {step}: validation loss {loss:.4f}")
 
     def finish(self, step: int, checkpoint: Path, next_command: str, read=read_checkpoint):
-        """End the run: rank 0 writes hf/, and says what is next."""
+        """End the run: rank 0 writes hf/ and says what is next. `read` is that of `export`."""
         if step < self.config.steps:
             return say(
                 f"stopped after step {step}, saved in {checkpoint}; "
@@ -1429,7 +1434,7 @@ class Run:
             export(checkpoint, self.directory / "hf", read=read)
         say(
             f"files: {self.config.run_dir}/metrics.jsonl, and hf/ beside it for transformers\n"
-            f"talk:  python sample.py {self.config.run_dir}\n"
+            f"try:   python sample.py {self.config.run_dir}\n"
             f"next:  {next_command.format(run_dir=self.config.run_dir)}"
         )
 

@@ -81,7 +81,7 @@ from common import flag
 
 # --- Config ---------------------------------------------------------------------------------------
 
-NEXT_COMMAND = "python sample.py {run_dir}"
+NEXT_COMMAND = "README.md says how to train on a reward of your own"
 # The architectures that --model knows by name.
 SHAPES = {
     "tiny": {

@@ -1123,7 +1123,7 @@ def main() -> None:
     dist.destroy_process_group()
     if run.rank == 0 and progress["step"] >= config.steps:
         write_adapter(run, trained)
-    # The export to hf/ reads the base, not the checkpoint, and merges.
+    # The export to hf/ reads the base instead of the checkpoint, and merges the adapters into it.
     read = partial(read_merged, config, trained)
     run.finish(progress["step"], checkpoints.last, NEXT_COMMAND, read)
 

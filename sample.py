@@ -4,9 +4,9 @@
     python sample.py runs/fsdp2_sft
 
 The model is a run directory, a Hugging Face directory (also one of PEFT's adapters, if `peft` is
-installed), or a hub id. Without --prompt, you type: a text to continue if the model has no chat
-template, otherwise messages. A backslash at the end of a line continues the message on the next
-one, and Ctrl-D ends the chat.
+installed), or a hub id. Without --prompt, type a message (or, if the model has no chat template, a
+text to continue). End a line with a backslash to continue the message on the next one. Ctrl-D ends
+the chat.
 """
 
 import argparse
@@ -87,7 +87,7 @@ def main() -> None:
     model.to(torch.accelerator.current_accelerator(check_available=True))
     try:
         while not config.prompt and not tokenizer.chat_template:
-            config.prompt = input("a text to continue: ")
+            config.prompt = input("text to continue: ")
         if config.prompt:
             ids = tokenizer(config.prompt, return_tensors="pt")["input_ids"]
             generate(model, tokenizer, ids, skip_prompt=False)

@@ -4,7 +4,7 @@
     python bench/compare.py [--only pretraining|fine-tuning|steps] [--turns N]
 
 One model, Qwen2's shape with 4 layers of width 256, in fp32 on 2 gloo ranks with one thread each,
-under Linux.
+on Linux.
 The speed of a shared machine changes within minutes. So contestants that are compared are alive at
 the same time, and take turns of three steps while the others stand still, in alternating order, for
 up to N turns. The first turn of each does not count.

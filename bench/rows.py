@@ -47,12 +47,11 @@ ROWS = [
 
 def became(row: dict, function: Callable, tokenizer: common.Tokenizer) -> str:
     """Return the text of a row that is in the loss (in RL, the reference), or why there is none."""
-    made = common.tokenize(
-        {common.JSON: json.dumps(row)}, chat.COLUMNS, function, tokenizer, np.uint32
-    )
+    rows = {common.JSON: [json.dumps(row)]}
+    [made] = common.tokenize(rows, chat.COLUMNS, function, tokenizer, np.uint32).to_pylist()
     if made["left_out"]:
         return f"left out: they {made['left_out']}"
-    text = tokenizer.decode(made["tokens"][made["in_loss"]])
+    text = tokenizer.decode(np.array(made["tokens"])[made["in_loss"]])
     if function is fsdp2_grpo.tokenize_prompt:
         text = text.removesuffix(tokenizer.eos_token)
     return f"`{text}`" if text else "none"

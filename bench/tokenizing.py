@@ -1,4 +1,4 @@
-"""How fast text becomes tokens on disk, beside what people use instead, in CPU time of one process.
+"""Measure how fast text becomes tokens on disk, beside what people use instead, in CPU seconds.
 
     python bench/tokenizing.py [ROUNDS]
 
@@ -10,7 +10,8 @@ Tokenizes the embedded corpus, four times over, from an Arrow file into the cach
   (needs the files of tiktoken's gpt2 in TIKTOKEN_CACHE_DIR, or a network)
 - bytes: beside `datasets.map` with the same tokenizer in the form of transformers
 
-They take turns; a row has the best and the median of ROUNDS rounds (5 by default).
+They take turns on one core (Linux only). Speeds are those of the best of ROUNDS rounds (5 by
+default), ratios of the best and of the median.
 """
 
 import os

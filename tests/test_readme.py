@@ -165,7 +165,7 @@ def test_first_run(tmp_path):
     assert claimed < bigram - 0.4
     assert f"files: {run_dir.relative_to(tmp_path)}/metrics.jsonl" in printed
     [write] = re.findall("`(python sample.py .* --prompt .*?)`", README)
-    assert re.search(r"talk:  (.*)", printed)[1] in write
+    assert re.search(r"try:   (.*)", printed)[1] in write
     written = run(write, quiet=False)
     assert re.search(r"\b(self|return|if|for)\b", written)  # a newcomer sees that it is Python
     following = re.search(r"next:  (.*)", printed)[1]
