@@ -68,7 +68,6 @@ from torch.distributed.checkpoint.state_dict import (
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.core_model_loading import revert_weight_conversion
 
-transformers.logging.disable_progress_bar()  # of loading weights
 SHARED = [__file__]  # files whose copy a run keeps; chat.py adds itself
 IGNORED = -100  # label of a position that is not in the loss, as in torch's cross entropy
 
@@ -231,6 +230,7 @@ def launch(main: Callable):
         }
     # Sequences of many lengths fragment the GPU's memory; expandable segments avoid that.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that are not UTF-8
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the first step there is nothing to save
     try:
         return main()
@@ -450,16 +450,19 @@ def tokenize_text(row: dict, tokenizer: Tokenizer):
     if not isinstance(text, str) or not text:
         raise ValueError("hold no text")
     tokens = encode_text(text, tokenizer)
-    end = tokenizer.eos_token_id
-    if end not in tokens[-1:]:  # some tokenizers write it
-        tokens = np.append(tokens, np.uint32(end))
+    if tokenizer.eos_token_id not in tokens[-1:]:  # some tokenizers write it
+        tokens = np.append(tokens, np.uint32(tokenizer.eos_token_id))
     return tokens, np.ones(len(tokens), bool), text, len(text.encode())
 
 
 def tokenize(batch: dict, columns: list, function: Callable, tokenizer: Tokenizer, dtype: np.dtype):
-    """Return what the cache holds of a batch of rows, with token ids of this type."""
+    """Return what the cache holds of a batch of rows, as a table, with token ids of this type.
+
+    Args:
+        batch: the rows as columns, name -> list of values.
+    """
     documents = []
-    for values in zip(*batch.values()):
+    for values in zip(*batch.values()):  # read here, so that a file with broken UTF-8 is refused
         row = dict(zip(batch, values))
         tokens = in_loss = []
         group = left_out = ""
@@ -522,7 +525,7 @@ def load_documents(config: Flags, columns: list, function: Callable, tokenizer: 
         with filelock.FileLock(f"{datasets.config.HF_DATASETS_CACHE}/{key}.lock"):
             documents = corpus.map(
                 tokenize,
-                batched=True,
+                batched=True,  # each call takes as long as the tokens of a short document
                 remove_columns=present,
                 fn_kwargs={
                     "columns": columns,
@@ -1266,7 +1269,7 @@ class Run:
     device: torch.device
     current = None  # the run of this process, once it trains
     wandb = profiler = None
-    printed = -math.inf  # when a step was printed last
+    printed = -1e9  # when a step was printed last: never
     stop_requested = 0  # signals that this rank has received
     stopping = False  # whether any rank has received one
 

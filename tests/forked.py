@@ -32,7 +32,7 @@ def warm_up() -> None:
     """Do once what every rank would do: import, and fill the caches of model classes."""
     sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "vocab_size": 8}
     sizes |= {"num_attention_heads": 1, "num_key_value_heads": 1}
-    transformers.logging.disable_progress_bar()  # as common.py does
+    transformers.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder, torch.random.fork_rng(), torch.no_grad():
         transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**sizes)).save_pretrained(folder)
         transformers.AutoModelForCausalLM.from_pretrained(folder)

@@ -519,9 +519,12 @@ def test_a_terminal_that_is_gone_does_not_end_a_run(monkeypatch):
             full.close()
 
 
-def test_a_reader_that_leaves_does_not_end_a_run(flags, tmp_path):
-    words = arguments(flags | {"run_dir": tmp_path / "run", "steps": 2})
+def test_a_reader_that_leaves_and_an_ascii_terminal_do_not_end_a_run(flags, tmp_path):
+    words = arguments(flags | {"run_dir": tmp_path / "läuft", "steps": 2})
     command = f"{sys.executable} fsdp2_pretrain.py {' '.join(words)} | head -1"
-    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True)
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], cwd=ROOT, env=environment, capture_output=True
+    )
     assert (done.returncode, done.stderr) == (0, b"")
-    assert (tmp_path / "run/hf/model.safetensors").exists()
+    assert (tmp_path / "läuft/hf/model.safetensors").exists()
