@@ -8,6 +8,7 @@ sheet: 989 TFLOP/s in bf16 (dense), 450 GB/s over NVLink in each direction, and 
 another machine.
 
 counted: eight blocks of Llama 3 8B on 8 ranks, micro-batches of 8,192 tokens in sequences of 2,048.
+PP: a middle one of 4 stages. EP: two blocks of qwen3-30b-a3b, with evenly used experts.
 The dry run tells how many FLOPs a rank computes and how many bytes it sends.
 """
 
@@ -16,6 +17,8 @@ from typing import Any
 
 import shared
 import strategies
+import torch
+from dry_run import Watch
 
 FLOPS = 989e12
 LINKS = {"NVLink": 450e9, "between machines": 50e9}  # bytes per second that a rank sends
@@ -30,7 +33,7 @@ def break_even(link: float) -> dict[str, str]:
         "TP of 2": f"hidden size {ratio / 4.5:,.0f}",
         "TP of 8": f"hidden size {7 * ratio / 4.5:,.0f}",
         "CP of 8 (Ulysses)": f"12 x hidden size + length {8.75 * ratio / 6:,.0f}",
-        "PP": f"parameters per stage {ratio:,.0f} x hidden size",
+        "PP": f"parameters per stage / hidden size {ratio:,.0f}",
         "EP": f"width of an expert {4 / 9 * ratio:,.0f}",
     }
 
@@ -44,7 +47,7 @@ def table() -> str:
 
 
 WIDTH, RANKS, TOKENS, LENGTH = 4096, 8, 8192, 2048
-# Strategy -> the script and its flags, what the formula asks for, and how much of it this step has.
+# Strategy -> the script, its flags and rank, what the formula asks for, and how much this step has.
 COUNTED: dict[str, tuple[str, dict[str, int], str, float]] = {
     "DDP": ("ddp", {}, "tokens per rank and step", TOKENS),
     "FSDP2": ("fsdp2", {}, "tokens per micro-batch", TOKENS),
@@ -56,34 +59,68 @@ COUNTED: dict[str, tuple[str, dict[str, int], str, float]] = {
         "12 x hidden size + length",
         12 * WIDTH + LENGTH,
     ),
+    "PP": (
+        "fsdp2_pp",
+        {"pipeline_parallel": 4, "rank": 2},
+        "parameters per stage / hidden size",
+        2 * 13 * WIDTH,  # of two blocks
+    ),
+    "EP": ("fsdp2_ep", {"expert_parallel": 8}, "width of an expert", 768),
 }
 
 
-def counted(strategy: str, folder: str) -> float:
+class ExpertsWatch(Watch):
+    """Counts only the FLOPs of grouped matmuls, which are the experts'."""
+
+    def __torch_dispatch__(self, func: Any, *arguments: Any) -> Any:
+        before = self.flops
+        result = super().__torch_dispatch__(func, *arguments)
+        if func._overloadpacket is not torch.ops.aten._grouped_mm:
+            self.flops = before
+        return result
+
+
+def shape_for(script: str) -> Any:
+    if script != "fsdp2_ep":
+        return shared.qwen2(WIDTH, 14336, 8, 32, 8, 32000, tied=False)
+    from transformers import AutoConfig
+
+    from fsdp2_ep_pretrain import SHAPES
+
+    shape = SHAPES["qwen3-30b-a3b"] | {"num_hidden_layers": 2}
+    return AutoConfig.for_model(vocab_size=32000, **shape)
+
+
+def counted(strategy: str) -> float:
     """Return the break-even point by the bytes and FLOPs of a dry run."""
     script, own, _, here = COUNTED[strategy]
     flags: dict[str, Any] = {"max_length": LENGTH, "micro_batch_tokens": TOKENS} | own
-    seen = strategies.report(script, folder, 32000, RANKS, **flags)
+    watch = ExpertsWatch() if script == "fsdp2_ep" else None
+    with tempfile.TemporaryDirectory() as folder:
+        shape_for(script).save_pretrained(folder)
+        seen = strategies.report(script, folder, 32000, RANKS, watch, **flags)
     calls = seen.calls
     if script == "fsdp2_tp":  # FSDP's own collectives are in the line of FSDP2
         calls = [call for call in calls if call.ranks == own["tensor_parallel"]]
-    if script == "fsdp2_cp":
+    if script in ("fsdp2_cp", "fsdp2_ep"):
         calls = [call for call in calls if call.kind == "all-to-all"]
+    if script == "fsdp2_pp":
+        calls = [call for call in calls if call.kind == "send"]
     sending = sum(call.sent for call in calls) / LINKS["NVLink"]
     computing = seen.flops / FLOPS
     if script == "ddp":
         computing *= 2 / 3  # backward
+    if script == "fsdp2_pp":  # forward: backward sends as much, and computes twice as much
+        sending, computing = sending / 2, computing / 3
     return here * sending / computing
 
 
 def counted_table() -> str:
     lines = ["| over NVLink | by formula | counted | |", "| --- | --- | --- | --- |"]
     formulas = break_even(LINKS["NVLink"])
-    with tempfile.TemporaryDirectory() as folder:
-        shared.qwen2(WIDTH, 14336, 8, 32, 8, 32000, tied=False).save_pretrained(folder)
-        for strategy, (_, _, unit, _) in COUNTED.items():
-            formula = formulas[strategy].replace(unit, "").strip()
-            lines.append(f"| {strategy} | {formula} | {counted(strategy, folder):,.0f} | {unit} |")
+    for strategy, (_, _, unit, _) in COUNTED.items():
+        formula = formulas[strategy].replace(unit, "").strip()
+        lines.append(f"| {strategy} | {formula} | {counted(strategy):,.0f} | {unit} |")
     return "\n".join(lines)
 
 

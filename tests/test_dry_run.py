@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
 sys.path.insert(0, str(ROOT / "bench"))
+import break_even  # noqa: E402
 import collectives  # noqa: E402
 import dry_run  # noqa: E402
 import shared  # noqa: E402
@@ -267,6 +268,17 @@ def test_closed_forms(two_blocks, name, mode, ranks):
     assert all(lowest < share < 0.05 for why, share in more.items() if "root" in why)
     small = ranks < 1024  # fewer ranks than rows of a matrix
     assert all(share < 0.05 for why, share in more.items() if "for shards" in why and small)
+
+
+@pytest.mark.parametrize("strategy, more", [("PP", 1.045), ("EP", 8 / 7)])
+def test_formulas_of_break_even_points(strategy, more):
+    """PP's leaves out the FLOPs of attention, and EP's the factor (E-1)/E.
+
+    The drills compare the other strategies with the page.
+    """
+    formula = break_even.break_even(break_even.LINKS["NVLink"])[strategy].split()[-1]
+    above = float(formula.replace(",", "")) / break_even.counted(strategy)
+    assert above == pytest.approx(more, rel=2e-3)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "nf4"])
