@@ -250,7 +250,7 @@ def launch(main: Callable):
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if not cause:
         time.sleep(5)
-    print(message, file=sys.stderr, flush=True)
+    print(message, file=sys.stderr)
     if Run.current and Run.current.wandb:
         Run.current.wandb.finish(exit_code=code)  # otherwise the last steps would be lost
     os._exit(code)
@@ -347,7 +347,6 @@ def fast_tokenizer(tokenizer: Tokenizer):
     It encodes byte-level BPE (GPT-2, Llama 3, Qwen, ...) several times as fast. Call this once all
     tokens are added.
     """
-    os.environ["FASTOKENS_BPE_THREADS"] = "1"  # the processes of `map` use all CPUs already
     with contextlib.suppress(ValueError):
         return fastokens.Tokenizer.from_json_str(tokenizer.backend_tokenizer.to_str())
 
@@ -392,7 +391,7 @@ def standard_library_documents(files: list):
         source = Path(file).read_text(encoding="utf-8", errors="replace")
         lines = source.splitlines(keepends=True)
         for node in ast.parse(source).body:
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            if hasattr(node, "decorator_list"):  # functions and classes
                 first = (node.decorator_list or [node])[0].lineno
                 yield {"text": "".join(lines[first - 1 : node.end_lineno])}
 
@@ -526,7 +525,6 @@ def load_documents(config: Flags, columns: list, function: Callable, tokenizer: 
             documents = corpus.map(
                 tokenize,
                 batched=True,  # each call takes as long as the tokens of a short document
-                remove_columns=present,
                 fn_kwargs={
                     "columns": columns,
                     "function": function,
@@ -537,13 +535,10 @@ def load_documents(config: Flags, columns: list, function: Callable, tokenizer: 
                 new_fingerprint=key,
                 num_proc=min(num_cpus, len(corpus) // 1000),
             )
-    table = documents.remove_columns(["tokens", "in_loss"]).to_pandas()
-    for reason, count in table.pop("left_out").value_counts().items():
-        if reason:
-            say(f"{count:,} documents are left out, because they {reason}")
-    table = table.assign(document=table.index, start=0)
-    index = table.astype(np.int32).to_records(index=False)
-    return Sequences(documents, index[index.num_targets > 0])
+    for found in documents.data["left_out"].value_counts().to_pylist():
+        if found["values"]:
+            say(f"{found['counts']:,} documents are left out, because they {found['values']}")
+    return documents
 
 
 @dataclasses.dataclass
@@ -554,7 +549,7 @@ class Sequences:
         documents: a dataset with the tokens and loss masks of whole documents.
         index: a record array, int32, with one entry per sequence: document and start (where it
             begins), lengths (predictions, one fewer than tokens), num_targets (predictions in the
-            loss), num_bytes and group (a hash) of the document.
+            loss).
     """
 
     documents: datasets.Dataset
@@ -566,33 +561,13 @@ class Sequences:
 
     def read(self, i: int):
         """Return tokens (int64) and loss mask (bool) of sequence i, [length + 1]."""
-        found = self.index[i]
-        part = slice(found["start"], found["start"] + found["lengths"] + 1)
+        document, start, length, _ = self.index[i].tolist()
+        part = slice(start, start + length + 1)
         # A view of this part alone. NOTE: `self.documents[...]` would copy the whole document, and
         # without the 1, or as `data["tokens"][...]`, the time would grow with the corpus.
-        row = self.documents.data.fast_slice(int(found["document"]), 1)
+        row = self.documents.data.fast_slice(document, 1)
         tokens = np.asarray(row["tokens"][0].values[part], np.int64)
         return tokens, np.asarray(row["in_loss"][0].values[part])
-
-    def split(self, validation_tokens: float = math.inf):
-        """Return the documents for training and for validation.
-
-        Held out are those with the smallest hashes: 2 % of all possible ones, or 5,000 documents.
-        So a document is on the same side in every run and script, whatever is left out beside it.
-        Validation gets the first of them, by hash, that have `validation_tokens`.
-        """
-        index = self.index[self.index.group.argsort(kind="stable")]
-        limit = 2**28 * min(0.02, 5000 / len(self.documents))
-        limit = max(limit, index.group.min(initial=2**28))  # at least one is held out
-        held_out = np.searchsorted(index.group, limit, "right")
-        if held_out == len(index):
-            refuse(
-                "--dataset has fewer than two different documents with target tokens: see above "
-                "what is left out, and whether its columns have the names that this script reads"
-            )
-        enough = 1 + np.searchsorted(index.lengths.cumsum(), validation_tokens)
-        parts = index[held_out:], index[: min(held_out, enough)]
-        return tuple(Sequences(self.documents, part) for part in parts)
 
     def sequences(self, max_length: int):
         """Return all documents in pieces of at most `max_length`.
@@ -608,6 +583,33 @@ class Sequences:
         return Sequences(self.documents, index)
 
 
+def split(documents: datasets.Dataset, validation_tokens: float):
+    """Return the documents for training and for validation, as sequences in the order of hashes.
+
+    Held out are those with the smallest hashes: 2 % of all possible ones, or 5,000 documents.
+    So a document is on the same side in every run and script, whatever is left out beside it.
+    Validation gets the first of them that have `validation_tokens`.
+    """
+    table = documents.data.select(["group", "lengths", "num_targets"]).to_pandas()
+    table = table.query("num_targets > 0").sort_values("group", kind="stable")
+    index = np.rec.fromarrays(
+        [table.index, 0 * table.index, table.lengths, table.num_targets],
+        formats="i4,i4,i4,i4",
+        names="document,start,lengths,num_targets",
+    )
+    # At least one is held out.
+    limit = max(2**28 * min(0.02, 5000 / len(documents)), table.group.min())
+    number = table.group.searchsorted(limit, "right")
+    training, held_out = index[number:], index[:number]
+    if not len(training):
+        refuse(
+            "--dataset has fewer than two different documents with target tokens: see above "
+            "what is left out, and whether its columns have the names that this script reads"
+        )
+    enough = 1 + np.searchsorted(held_out.lengths.cumsum(), validation_tokens)
+    return Sequences(documents, training), Sequences(documents, held_out[:enough])
+
+
 # --- Batch plan: which sequences form each micro-batch -------------------------------------------
 
 
@@ -615,7 +617,7 @@ def bucket(lengths: np.ndarray, budget: int):
     """Split descending lengths into micro-batches with sequences x longest <= budget."""
     start = 0
     while start < len(lengths):
-        stop = start + budget // int(lengths[start])
+        stop = start + budget // lengths[start]
         yield slice(start, stop)
         start = stop
 
@@ -668,8 +670,7 @@ class Batches:
     """The endless stream of micro-batches: epoch after epoch, each with its own plan.
 
     With k = global / micro batch tokens, step s trains on micro-batches s * k to (s + 1) * k - 1.
-    So the step number is the position in the data, and what a step holds does not depend on the
-    number of ranks.
+    So what a step holds does not depend on the number of ranks.
 
     Args:
         sequences: `Sequences`, or an object with the same `lengths`, `num_targets` and `read`.
@@ -771,16 +772,17 @@ class Batches:
             padding_fraction=1 - num_tokens / positions,
         )
 
-    def stream(
-        self, first_step: int, last_step: int, accumulation: int, dp_rank: int, dp_size: int
-    ):
-        """Yield the global batches of the steps [first_step, last_step), counted from 0.
+    def stream(self, progress: dict, last_step: int, accumulation: int, dp_rank: int, dp_size: int):
+        """Yield the global batches of the steps after `progress`, up to `last_step`.
 
         A thread prepares the next one while the model trains on the current one. `accumulation` is
         the number of micro-batches of a step, over all ranks.
         """
-        endless = itertools.chain.from_iterable(map(self.plan, itertools.count()))
-        micro_batches = itertools.islice(endless, first_step * accumulation, None)
+        targets = self.sequences.num_targets
+        epoch, done = divmod(progress["tokens"], targets.sum())
+        micro_batches = itertools.chain.from_iterable(map(self.plan, itertools.count(epoch)))
+        while done > 0:
+            done -= targets[next(micro_batches)].sum()
 
         def prepare():
             step = list(itertools.islice(micro_batches, accumulation))
@@ -788,7 +790,7 @@ class Batches:
 
         with ThreadPoolExecutor(1) as thread:
             prepared = thread.submit(prepare)
-            for step in range(first_step, last_step):
+            for step in range(progress["step"], last_step):
                 started = time.perf_counter()
                 batch = prepared.result()
                 batch.step, batch.started = step + 1, started
@@ -1100,10 +1102,9 @@ class Checkpoints:
         self.run = run
         run.checkpoints = self
         self.directory = run.directory / "checkpoints"
-        self.last = None
+        self.last = self.pending = None
         # A write runs in its own thread, with its own group: training continues meanwhile, and its
         # collectives must not mix with those of the write.
-        self.pending = None
         self.group = dist.new_group(backend="gloo")
         self.thread = ThreadPoolExecutor(1)
         # Copies a state dict to CPU memory. NOTE: with a GPU that is the same, pinned memory each
@@ -1265,7 +1266,7 @@ class Run:
     config: Any
     model: dataclasses.InitVar
     tokenizer: Tokenizer
-    documents: Sequences
+    documents: datasets.Dataset
     device: torch.device
     current = None  # the run of this process, once it trains
     wandb = profiler = None
@@ -1274,7 +1275,7 @@ class Run:
     stopping = False  # whether any rank has received one
 
     def __post_init__(self, model: transformers.PreTrainedModel):
-        config, index = self.config, self.documents.index
+        config, data = self.config, self.documents.data
         self.directory = Path(config.run_dir).absolute()
         self.model_config = model.config
         self.generation_config = model.generation_config
@@ -1289,7 +1290,7 @@ class Run:
             "model_tokenizer_data": fingerprint(
                 architecture,
                 self.tokenizer.backend_tokenizer.to_str(),
-                xxhash.xxh3_128_hexdigest(index.group ^ index.lengths),
+                xxhash.xxh3_128_hexdigest(np.bitwise_xor(data["group"], data["lengths"])),
             ),
             "parameters": model.num_parameters(),
             "world_size": self.world_size,
@@ -1308,7 +1309,7 @@ class Run:
         have, and says what begins; `work` is what a step does. From here on signals only request a
         stop. A collective.
         """
-        config, index = self.config, self.documents.index
+        config, data = self.config, self.documents.data
         for group in dist.distributed_c10d._world.pg_map:  # those of a mesh have torch's default
             group.set_timeout(datetime.timedelta(minutes=config.timeout_minutes))
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -1317,8 +1318,8 @@ class Run:
             with refusing(f"--run_dir {self.directory} cannot be written or is in use"):
                 self.open_files(progress["metrics_bytes"])
         say(
-            f"{self.facts['parameters']:,} parameters, {len(index):,} documents, "
-            f"{index.lengths.sum():,} tokens; writing {config.run_dir}\n"
+            f"{self.facts['parameters']:,} parameters, {np.count_nonzero(data['num_targets']):,} "
+            f"documents, {np.sum(data['lengths']):,} tokens; writing {config.run_dir}\n"
             f"{config.precision} on {self.world_size} ranks, {work}"
         )
         self.trace(progress["step"])
@@ -1416,11 +1417,13 @@ class Run:
             "validation_loss": loss,
             "validation_perplexity": math.exp(min(loss, 700)),
         }
-        index = validation.sequences.index
-        num_bytes = index.num_bytes[index.start == 0].sum()  # of text; conversations have none
+        sequences = validation.sequences
+        documents = sequences.documents.data.fast_gather(np.unique(sequences.index.document))
+        num_bytes = np.sum(documents["num_bytes"])  # of text; conversations have none
         if num_bytes:
-            bits = loss / math.log(2) * index.num_targets.sum()
-            line["validation_bits_per_byte"] = bits / num_bytes
+            line["validation_bits_per_byte"] = (
+                loss / math.log(2) * sequences.num_targets.sum() / num_bytes
+            )
         self.log(line)
         say(f"step {step}: validation loss {loss:.4f}")
 

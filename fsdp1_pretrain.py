@@ -637,7 +637,7 @@ def main() -> None:
     documents = common.load_documents(config, [config.text_column], common.tokenize_text, tokenizer)
     training, validation = (
         common.Batches(part.sequences(config.max_length), config, tokenizer.eos_token_id)
-        for part in documents.split(config.eval_tokens)
+        for part in common.split(documents, config.eval_tokens)
     )
     model_config = build_model_config(config, tokenizer)
     if config.steps == 0:
@@ -666,8 +666,8 @@ def main() -> None:
         f"mesh {size} x {run.world_size // size}, {accumulation // size} micro-batches per rank "
         f"and step, {config.global_batch_tokens:,} tokens, learning rate {config.learning_rate:g}",
     )
-    # The step number is the position in the data, so a resumed run needs no other data state.
-    for batch in training.stream(progress["step"], config.steps, accumulation, rank, size):
+    # Steps and tokens are the position in the data, so a resumed run needs no other data state.
+    for batch in training.stream(progress, config.steps, accumulation, rank, size):
         step = batch.step
         # For dropout.
         torch.manual_seed(zlib.crc32(f"{config.seed} {step} {run.rank}".encode()))

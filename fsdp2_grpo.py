@@ -1245,7 +1245,8 @@ def main() -> None:
     # first rank of a node does the work, and the others find it in the cache.
     tokenizer = chat_tokenizer(config)
     documents = common.load_documents(config, chat.COLUMNS, tokenize_prompt, tokenizer)
-    training, validation = (leave_out_long(part, config) for part in documents.split())
+    parts = common.split(documents, math.inf)
+    training, validation = (leave_out_long(part, config) for part in parts)
     if config.prompts > len(training.lengths):
         common.refuse(
             f"--prompts {config.prompts} exceeds the {len(training.lengths)} training prompts"

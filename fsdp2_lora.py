@@ -1065,7 +1065,7 @@ def main() -> None:
     # Split before truncating, so that the split does not depend on --max_length.
     training, validation = (
         ConversationBatches(truncate(part, config.max_length), config, tokenizer.eos_token_id)
-        for part in documents.split(config.eval_tokens)
+        for part in common.split(documents, config.eval_tokens)
     )
     model_config = build_model_config(config, tokenizer, known_ids)
     if config.steps == 0:
@@ -1096,8 +1096,8 @@ def main() -> None:
     )
     if run.rank == 0:
         shutil.rmtree(run.directory / "adapter", ignore_errors=True)  # of fewer steps
-    # The step number is the position in the data, so a resumed run needs no other data state.
-    for batch in training.stream(progress["step"], config.steps, accumulation, rank, size):
+    # Steps and tokens are the position in the data, so a resumed run needs no other data state.
+    for batch in training.stream(progress, config.steps, accumulation, rank, size):
         step = batch.step
         # For dropout.
         torch.manual_seed(zlib.crc32(f"{config.seed} {step} {run.rank}".encode()))

@@ -31,8 +31,9 @@ def main() -> None:
         ].sum()
         num_targets += is_target.sum().item()
     loss = total / num_targets
-    index = data.validation.sequences.index
-    num_bytes = index.num_bytes[index.start == 0].sum()
+    sequences = data.validation.sequences
+    documents = sequences.documents.data.fast_gather(np.unique(sequences.index.document))
+    num_bytes = np.sum(documents["num_bytes"])
     bits = loss / np.log(2) * num_targets / num_bytes
     print(f"byte-bigram model: validation loss {loss:.4f}, {bits:.4f} bits per byte")
 

@@ -98,7 +98,7 @@ def prepare_pretraining(folder: Path, steps: int) -> dict[str, Any]:
     training = shared.load_data(ddp_pretrain, ddp_pretrain.Config(**flags)).training
     sequences = [
         torch.cat([micro_batch["input_ids"], micro_batch["labels"][:, -1:]], dim=1)
-        for batch in training.stream(0, steps, 2, 0, 1)
+        for batch in training.stream({"step": 0, "tokens": 0}, steps, 2, 0, 1)
         for micro_batch in batch.micro_batches
     ]
     torch.save(torch.stack(sequences).view(steps, 16, 257), folder / "sequences.pt")

@@ -6,6 +6,7 @@ Importing it puts the scripts on the path. It is not a program.
 import argparse
 import gc
 import importlib
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -130,7 +131,8 @@ def load_data(script: Any, config: Any, kind: type | None = None) -> SimpleNames
         model_config = script.build_model_config(config, tokenizer)
     documents = common.load_documents(config, columns, function, tokenizer)
     shorten = getattr(script, "truncate", common.Sequences.sequences)
-    parts = [shorten(part, config.max_length) for part in documents.split(config.eval_tokens)]
+    parts = common.split(documents, config.eval_tokens)
+    parts = [shorten(part, config.max_length) for part in parts]
     training, validation = (kind(part, config, tokenizer.eos_token_id) for part in parts)
     return SimpleNamespace(
         tokenizer=tokenizer,
@@ -186,7 +188,9 @@ class Session:
         """Yield this rank's part of the global batches of the steps [first, last)."""
         accumulation = self.config.global_batch_tokens // self.config.micro_batch_tokens
         part = self.script.dp_rank_and_size(self.config)
-        return self.data.training.stream(first, last, accumulation, *part)
+        start = {"step": 0, "tokens": 0}
+        stream = self.data.training.stream(start, last, accumulation, *part)
+        return itertools.islice(stream, first, None)
 
     def train_step(self, batch: Any, learning_rate: float = 0.0) -> float:
         """Run a step; returns its mean loss."""

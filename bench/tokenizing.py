@@ -62,7 +62,7 @@ def ours(name: str, turn: int) -> int:
     config = common.Flags(tokenizer=name)
     tokenizer = common.load_tokenizer(name)
     documents = common.load_documents(config, ["text"], common.tokenize_text, tokenizer)
-    return int(documents.lengths.sum())
+    return int(np.sum(documents.data["lengths"]))
 
 
 def mapped(corpus: datasets.Dataset, tokenizer, name: str, turn: int) -> int:

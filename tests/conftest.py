@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import subprocess
 import sys
@@ -126,7 +127,24 @@ def load_documents(dataset: str, tokenizer: str = "bytes") -> Any:
 
     config = data_config(dataset=dataset, tokenizer=tokenizer)
     loaded = common.load_tokenizer(tokenizer)
-    return common.load_documents(config, ["text"], common.tokenize_text, loaded)
+    return all_of(common.load_documents(config, ["text"], common.tokenize_text, loaded))
+
+
+def all_of(documents: Any) -> Any:
+    """Return all tokenized documents that have targets, in the order of the file."""
+    import common
+
+    table = documents.data.select(["lengths", "num_targets"]).to_pandas()
+    table = table[table.num_targets > 0].assign(start=0).reset_index(names="document")
+    table = table[["document", "start", "lengths", "num_targets"]].astype(np.int32)
+    return common.Sequences(documents, table.to_records(index=False))
+
+
+def split(documents: Any, validation_tokens: float = math.inf) -> Any:
+    """Split what `all_of` returns into training and validation."""
+    import common
+
+    return common.split(documents.documents, validation_tokens)
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

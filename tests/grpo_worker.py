@@ -6,6 +6,7 @@ For conftest.launch, with two flags: --asked, JSON {mode: flags}, and --out, the
 import contextlib
 import gc
 import json
+import math
 import os
 import sys
 import zlib
@@ -138,7 +139,8 @@ def run(flags: dict[str, Any], device: torch.device) -> dict[str, Any]:
     config = script.Config(**flags)
     tokenizer = script.chat_tokenizer(config)
     documents = common.load_documents(config, chat.COLUMNS, script.tokenize_prompt, tokenizer)
-    training, validation = (script.leave_out_long(part, config) for part in documents.split())
+    parts = common.split(documents, math.inf)
+    training, validation = (script.leave_out_long(part, config) for part in parts)
     model_config = script.build_model_config(config, tokenizer)
     model = script.build_model(config, model_config)
     script.set_learning_rates(config, 1)

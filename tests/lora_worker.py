@@ -32,7 +32,8 @@ def data_of(config) -> tuple:
         documents = common.load_documents(
             config, script.chat.COLUMNS, script.tokenize_conversation, tokenizer
         )
-        parts = [script.truncate(part, config.max_length) for part in documents.split(2000)]
+        parts = script.common.split(documents, 2000)
+        parts = [script.truncate(part, config.max_length) for part in parts]
         batches = [script.ConversationBatches(p, config, tokenizer.eos_token_id) for p in parts]
         DATA[key] = [*batches, tokenizer, known_ids]
     training, validation, tokenizer, known_ids = DATA[key]
@@ -87,7 +88,7 @@ def train(flags: dict) -> dict:
         script.LoraLinear.forward = forward
     accumulation = config.global_batch_tokens // config.micro_batch_tokens
     share = script.dp_rank_and_size(config)
-    for batch in training.stream(0, config.steps, accumulation, *share):
+    for batch in training.stream({"step": 0, "tokens": 0}, config.steps, accumulation, *share):
         step = [model, optimizer, batch, script.learning_rate_at(batch.step, config), config, CPU]
         measured = script.train_step(*step)
         seen["losses"].append(measured["loss"])

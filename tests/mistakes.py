@@ -291,7 +291,7 @@ MISTAKES = [
         "data starts anew after a resume",
         "torchtitan#3908",
         "common.py",
-        [("islice(endless, first_step * accumulation, None)", "islice(endless, 0, None)")],
+        [("        while done > 0:\n", "        while False:\n")],
         "resumes",
         "loss",
     ),

@@ -26,6 +26,7 @@ from conftest import (
     make_batches,
     metrics,
     small_shape,
+    split,
 )
 from grid import share
 from safetensors.torch import load_file
@@ -238,7 +239,7 @@ class PlainLoop:
 
     def __init__(self, model: torch.nn.Module, corpus: str, **flags: str):
         self.model = model
-        self.sequences = load_documents(corpus).split()[0].sequences(512)
+        self.sequences = split(load_documents(corpus))[0].sequences(512)
         self.micro_batches = make_batches(self.sequences, **flags).plan(0)
         decayed, others = [], []
         for name, parameter in model.named_parameters():
@@ -407,8 +408,8 @@ def test_exported_model_has_the_validation_loss_in_plain_transformers(
     tokenizer = AutoTokenizer.from_pretrained(directory / "hf")
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 256
 
-    # Validation gets the documents with the smallest hashes, see `common.Sequences.split`.
-    held_out = [texts[i] for i in load_documents(corpus).split()[1].index.document]
+    # Validation gets the documents with the smallest hashes, see `common.split`.
+    held_out = [texts[i] for i in split(load_documents(corpus))[1].index.document]
     nats, labels = 0.0, 0
     with torch.no_grad():
         for text in held_out:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import HANGS, ROOT, data_config, make_batches
+from conftest import HANGS, ROOT, all_of, data_config, make_batches, split
 from datasets.arrow_writer import ArrowWriter
 from tiktoken_ext.openai_public import r50k_pat_str
 from transformers import (
@@ -55,7 +55,8 @@ def load(
 ) -> common.Sequences:
     """Call `load_documents` as the pretraining scripts do."""
     config = common.Flags(dataset=str(dataset), tokenizer=tokenizer)
-    return common.load_documents(config, [column], function, common.load_tokenizer(tokenizer))
+    tokenizer = common.load_tokenizer(tokenizer)
+    return all_of(common.load_documents(config, [column], function, tokenizer))
 
 
 def texts_of(documents: common.Sequences) -> list[str]:
@@ -70,7 +71,7 @@ def batches(corpus):
     """Return a function: training batches of the small corpus with some flags."""
 
     def make(batching="bucketed", budget=512, multiple=1, seed=0):
-        training, _ = load(corpus).split()
+        training, _ = split(load(corpus))
         return make_batches(
             training.sequences(512),
             batching=batching,
@@ -161,7 +162,7 @@ def test_documents_are_the_texts_with_one_end_token(corpus, texts):
     num_bytes = [len(text.encode()) for text in texts]
     assert documents.lengths.tolist() == documents.num_targets.tolist() == num_bytes
     assert all(documents.read(i)[1].all() for i in range(len(texts)))
-    assert documents.index.itemsize == 24  # bytes of memory per document and rank
+    assert documents.index.itemsize == 16  # bytes of memory per document and rank
 
 
 def test_documents_on_macos(corpus, monkeypatch, texts):
@@ -304,10 +305,10 @@ def test_documents_without_text_are_left_out_and_counted(tmp_path, capsys):
     assert texts_of(documents) == ["one", "two"]
     said = capsys.readouterr().out
     assert "2 documents are left out, because they hold no text" in said
-    assert [len(part.lengths) for part in documents.split()] == [1, 1]
+    assert [len(part.lengths) for part in split(documents)] == [1, 1]
     path = tmp_path / "numbers.jsonl"
     path.write_text("".join(json.dumps({"text": n}) + "\n" for n in range(5)))
-    line = refused(load(path).split)
+    line = refused(split, load(path))
     assert "fewer than two different documents" in line
 
 
@@ -339,26 +340,26 @@ def test_s3(texts, monkeypatch):
 def test_split_never_overlaps_and_is_stable(tmp_path):
     """The hash of a document alone decides, whatever is beside it and in whatever order."""
 
-    def split(texts: list[str]) -> list[list[str]]:
+    def sides(texts: list[str]) -> list[list[str]]:
         path = tmp_path / f"{common.fingerprint(texts)}.jsonl"
         path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        return [texts_of(part) for part in load(path).split()]
+        return [texts_of(part) for part in split(load(path))]
 
     texts = [f"document {i}" for i in range(500)] + ["the same"] * 50 + [""] * 50
-    training, validation = split(texts)
+    training, validation = sides(texts)
     assert sorted(training + validation) == sorted(filter(None, texts))
     assert not set(training) & set(validation)
     hashes = {text: int(common.fingerprint(text)[:7], 16) / 2**28 for text in texts if text}
     expected = {text for text, fraction in hashes.items() if fraction <= 0.02}
     assert set(validation) == expected and 3 < len(expected) < 20
     shuffled = [texts[i] for i in np.random.default_rng(0).permutation(len(texts))]
-    assert split(shuffled)[1] == validation  # by hash, so in the same order
+    assert sides(shuffled)[1] == validation  # by hash, so in the same order
     fewer = [text for text in texts if text.endswith(("1", "3", validation[0][-1]))]
-    assert split(fewer)[1] == [text for text in validation if text in fewer] != []
-    assert [len(part) for part in split(["one", "two"])] == [1, 1]
+    assert sides(fewer)[1] == [text for text in validation if text in fewer] != []
+    assert [len(part) for part in sides(["one", "two"])] == [1, 1]
     for few in (["one", "one"], ["one", ""]):
         with pytest.raises(common.Refusal, match="fewer than two different documents"):
-            split(few)
+            sides(few)
 
 
 # --- Cache ----------------------------------------------------------------------------------------
@@ -386,7 +387,7 @@ def test_flags_of_the_batch_plan_tokenize_nothing_again(corpus, texts):
         config = common.Flags(dataset=corpus, **flags)
         tokenizer = common.load_tokenizer("bytes")
         documents = common.load_documents(config, ["text"], counting_tokenizer, tokenizer)
-        sequences = documents.sequences(config.max_length)
+        sequences = all_of(documents).sequences(config.max_length)
         make_batches(sequences, **flags).plan(0)
         seen.append(int(sequences.lengths.max()))
         assert tokenized == texts
@@ -416,8 +417,9 @@ for group in sys.argv[3:]:  # CACHE=RANKS
         if not children[-1]:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": ranks}
             documents = common.load_documents(config, ["text"], slow_tokenizer, tokenizer)
-            parts = [len(part.lengths) for part in documents.split()]
-            os.write(1, f"{documents.lengths.sum()} {parts}\\n".encode())
+            parts = [part.lengths for part in common.split(documents, 1e9)]
+            tokens = sum(int(lengths.sum()) for lengths in parts)
+            os.write(1, f"{tokens} {[*map(len, parts)]}\\n".encode())
             os._exit(0)
     for child in children:
         assert os.waitpid(child, 0)[1] == 0
@@ -517,13 +519,13 @@ def test_a_sequence_that_no_micro_batch_can_hold_is_an_error(batching):
 def embedded(corpus: str) -> common.Sequences:
     """Return the training sequences of an embedded corpus, as the scripts read it by default."""
     if corpus == "stdlib":
-        return load(corpus).split()[0].sequences(512)
+        return split(load(corpus))[0].sequences(512)
     tokenizer, _ = fsdp2_sft.chat_tokenizer(fsdp2_sft.Config())
     config = common.Flags(dataset=corpus)
     documents = common.load_documents(
         config, ["prompt", "completion", "system"], fsdp2_sft.tokenize_conversation, tokenizer
     )
-    return fsdp2_sft.truncate(documents.split()[0], 2048)
+    return fsdp2_sft.truncate(common.split(documents, math.inf)[0], 2048)
 
 
 @pytest.mark.parametrize(
@@ -610,6 +612,15 @@ def contents(micro_batches) -> list[tuple]:
     ]
 
 
+START = {"step": 0, "tokens": 0}
+
+
+def position(made: common.Batches, order: list, step: int) -> dict:
+    """Return the progress after so many steps of 8 micro-batches."""
+    seen = np.concatenate([np.zeros(0, int), *order[: 8 * step]])
+    return {"step": step, "tokens": int(made.sequences.num_targets[seen].sum())}
+
+
 def order_of(made: common.Batches, epochs: int) -> list[np.ndarray]:
     """Return the micro-batches of the first epochs, in the order of the stream."""
     return sum((made.plan(epoch) for epoch in range(epochs)), [])
@@ -647,16 +658,22 @@ def test_attention_of_a_long_sequence_is_counted():
 
 
 @pytest.mark.parametrize("batching", ["bucketed", "packed"])
-def test_the_step_is_the_position_in_the_data(batches, batching):
-    """A stream may begin at any step, and its steps may span two epochs."""
-    made = batches(batching)
-    epoch = len(made.plan(0))
-    order = order_of(made, 3)
+def test_steps_and_tokens_are_the_position_in_the_data(batches, batching, monkeypatch):
+    """A stream may begin anywhere, its steps may span two epochs, and it plans no earlier epoch."""
+    made, planned = batches(batching), []
+    plan = made.plan
+    epoch = len(plan(0))
+    order = order_of(made, 4)
     assert sorted(np.concatenate(order[:epoch])) == [*range(len(made.sequences.lengths))]
-    for step in (0, epoch // 8, epoch // 8 + 1, 2 * epoch // 8):
-        [batch] = made.stream(step, step + 1, 8, 0, 1)
+    monkeypatch.setattr(made, "plan", lambda n: planned.append(int(n)) or plan(n))
+    for step in (0, epoch // 8, epoch // 8 + 1, 2 * epoch // 8, 3 * epoch // 8):
+        planned.clear()
+        [batch] = made.stream(position(made, order, step), step + 1, 8, 0, 1)
         expected = contents(map(made.collate, order[8 * step : 8 * step + 8]))
         assert contents(batch.micro_batches) == expected
+        assert batch.step == step + 1
+        before = next(n for n in range(4) if 8 * step < sum(len(plan(e)) for e in range(n + 1)))
+        assert planned[0] == before and len(planned) <= 2  # the next step is prepared, too
 
 
 def test_stream_yields_the_steps_in_order_and_raises_errors(batches, monkeypatch):
@@ -664,10 +681,10 @@ def test_stream_yields_the_steps_in_order_and_raises_errors(batches, monkeypatch
     made = batches()
     order = order_of(made, 1)
     expected = [contents(map(made.collate, order[8 * s + 1 : 8 * s + 8 : 2])) for s in range(2, 6)]
-    stream = [*made.stream(2, 6, 8, 1, 2)]
+    stream = [*made.stream(position(made, order, 2), 6, 8, 1, 2)]
     assert [contents(batch.micro_batches) for batch in stream] == expected
     before = threading.active_count()
-    left = made.stream(0, 9, 8, 0, 1)
+    left = made.stream(START, 9, 8, 0, 1)
     next(left)
     left.close()
     assert threading.active_count() == before
@@ -677,7 +694,7 @@ def test_stream_yields_the_steps_in_order_and_raises_errors(batches, monkeypatch
 
     monkeypatch.setattr(made, "global_batch", fail)
     with pytest.raises(OSError, match="disk gone"):
-        next(made.stream(0, 1, 8, 0, 1))
+        next(made.stream(START, 1, 8, 0, 1))
 
 
 @pytest.mark.parametrize("batching", ["bucketed", "packed"])
@@ -700,9 +717,9 @@ def test_bits_per_byte_count_each_document_once(corpus, texts):
     logged = []
     run = SimpleNamespace(log=logged.append)
     for max_length in (64, 512):
-        made = make_batches(load(corpus).split()[1].sequences(max_length), max_length=max_length)
+        made = make_batches(split(load(corpus))[1].sequences(max_length), max_length=max_length)
         common.Run.log_validation(run, 3, 2.0, made)
-    held_out = texts_of(load(corpus).split()[1])
+    held_out = texts_of(split(load(corpus))[1])
     num_bytes = sum(len(text.encode()) for text in held_out)
     # The bytes of a text and its end token are as many predictions as the text has bytes.
     assert num_bytes == made.sequences.num_targets.sum() > 64 * len(held_out)
@@ -746,7 +763,7 @@ def models(weights_directory):
 @torch.no_grad()
 def validate(models, corpus: str, eval_tokens: float, **flags) -> tuple[list, int, float]:
     """Return documents, target tokens and the mean loss of a model, as the scripts validate."""
-    _, held_out = load(corpus).split(eval_tokens)
+    _, held_out = split(load(corpus), eval_tokens)
     made = make_batches(
         held_out.sequences(flags.get("max_length", 64)), **{"max_length": 64} | flags
     )
@@ -767,7 +784,7 @@ def test_all_runs_validate_on_the_same_documents(models, corpus, texts):
     assert targets == sum(len(texts[i].encode()) for i in documents) >= 1200
     every, *_ = validate(models, corpus, math.inf)
     assert set(documents) < set(every)  # the first by hash, and no more than it takes
-    assert load(corpus).split(1200)[1].lengths[:-1].sum() < 1200
+    assert split(load(corpus), 1200)[1].lengths[:-1].sum() < 1200
     for flags in (
         {"seed": 5},
         {"micro_batch_tokens": 4096},
@@ -780,7 +797,7 @@ def test_all_runs_validate_on_the_same_documents(models, corpus, texts):
         )  # fmt: skip
     for max_length in (7, 512):  # the context of a prediction changes, but not what is predicted
         assert validate(models, corpus, 1200, max_length=max_length)[:2] == (documents, targets)
-    training = [load(corpus).split(n)[0].index.document.tolist() for n in (1200, math.inf)]
+    training = [split(load(corpus), n)[0].index.document.tolist() for n in (1200, math.inf)]
     assert training[0] == training[1]
 
 
@@ -858,7 +875,7 @@ def test_the_cache_holds_ids_in_the_smallest_type(tmp_path, monkeypatch, largest
     path.write_text(f"{largest}\nb\n")
 
     config = common.Flags(dataset=str(path))
-    documents = common.load_documents(config, ["text"], largest_id_first, tokenizer)
+    documents = all_of(common.load_documents(config, ["text"], largest_id_first, tokenizer))
     column = documents.documents.data.column("tokens")
     assert column.type.value_type.bit_width == bits
     assert documents.read(0)[0].tolist() == [largest, 0, 1] == documents.read(1)[0].tolist()

@@ -20,7 +20,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import HANGS, ROOT, arguments, launch, small_mixture, small_shape, torchrun, tree
+from conftest import (
+    HANGS,
+    ROOT,
+    all_of,
+    arguments,
+    launch,
+    small_mixture,
+    small_shape,
+    torchrun,
+    tree,
+)
 from grid import share
 from transformers import (
     AutoModelForCausalLM,
@@ -1041,7 +1051,9 @@ def test_the_longest_prompt_has_room(tokenizer, tmp_path):
     config = script.Config(
         dataset=str(write(tmp_path / "rows.jsonl", rows)), max_length=length + 9, answer_length=9
     )
-    documents = common.load_documents(config, chat.COLUMNS, script.tokenize_prompt, tokenizer)
+    documents = all_of(
+        common.load_documents(config, chat.COLUMNS, script.tokenize_prompt, tokenizer)
+    )
     kept = script.leave_out_long(documents, config)
     assert len(documents.lengths) == 2 and len(kept.lengths) == 1
     assert (kept.read(0)[0] == script.tokenize_prompt(rows[0], tokenizer)[0]).all()
@@ -1065,8 +1077,10 @@ def test_prompts_are_on_the_same_side_of_the_split_in_fine_tuning_and_rl(tokeniz
     learning = common.load_documents(config, chat.COLUMNS, script.tokenize_prompt, tokenizer)
     splits = []
     for config.max_length in (80, 160, 512):
-        splits.append([fsdp2_sft.truncate(p, config.max_length) for p in tuning.split()])
-        splits.append([script.leave_out_long(part, config) for part in learning.split()])
+        parts = common.split(tuning, math.inf)
+        splits.append([fsdp2_sft.truncate(part, config.max_length) for part in parts])
+        parts = common.split(learning, math.inf)
+        splits.append([script.leave_out_long(part, config) for part in parts])
     trained, held_out = (
         {row // 8 for part in parts for row in part.index.document.tolist()}
         for parts in zip(*splits)
@@ -1086,7 +1100,7 @@ def test_held_out_prompts_without_room_are_refused(reinforce, tokenizer, tmp_pat
     documents = common.load_documents(
         script.Config(dataset=short), chat.COLUMNS, script.tokenize_prompt, tokenizer
     )
-    for row in documents.split()[1].index.document.tolist():
+    for row in common.split(documents, math.inf)[1].index.document.tolist():
         rows[row]["prompt"][1] = ASSISTANT | {"content": "x" * 128}
     done = reinforce(ranks=0, dataset=write(tmp_path / "long.jsonl", rows), steps=0)
     line = "error: --max_length 128 leaves no prompt; use a larger one\n"

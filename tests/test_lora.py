@@ -171,7 +171,7 @@ def test_peft_in_one_process_trains_alike(trained, bases, conversations, case):
         parameter.data.copy_(initial)
     optimizer = torch.optim.AdamW(weights.values(), betas=(0.9, 0.95), weight_decay=0.0)
     losses, norms = [], []
-    for batch in batches_of(config)[0].stream(0, STEPS, 4, 0, 1):
+    for batch in batches_of(config)[0].stream({"step": 0, "tokens": 0}, STEPS, 4, 0, 1):
         total = 0.0
         for micro in batch.micro_batches:
             logits = model(input_ids=micro["input_ids"]).logits.flatten(0, 1)
@@ -198,7 +198,7 @@ def batches_of(config: script.Config) -> list[common.Batches]:
     documents = common.load_documents(
         config, script.chat.COLUMNS, script.tokenize_conversation, tokenizer
     )
-    parts = [script.truncate(part, config.max_length) for part in documents.split(2000)]
+    parts = [script.truncate(part, config.max_length) for part in common.split(documents, 2000)]
     return [script.ConversationBatches(p, config, tokenizer.eos_token_id) for p in parts]
 
 

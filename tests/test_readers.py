@@ -5,7 +5,7 @@ import os
 
 import datasets
 import pytest
-from conftest import data_config
+from conftest import all_of, data_config
 
 import common
 
@@ -19,7 +19,7 @@ def keep(row: dict, tokenizer) -> tuple:
 def rows_of(path, columns: list[str]) -> list[dict]:
     """Return the rows that a file gives, in its order."""
     config = data_config(dataset=str(path))
-    documents = common.load_documents(config, columns, keep, common.load_tokenizer("bytes"))
+    documents = all_of(common.load_documents(config, columns, keep, common.load_tokenizer("bytes")))
     found = [documents.read(i)[0][:-1] for i in range(len(documents.lengths))]
     return [json.loads(bytes(tokens.tolist())) for tokens in found]
 
@@ -44,7 +44,7 @@ def test_a_broken_line_costs_one_line(tmp_path, capfd):
     file.write_text("\n".join(lines))
     config = data_config(dataset=str(file))
     tokenizer = common.load_tokenizer("bytes")
-    documents = common.load_documents(config, ["text"], common.tokenize_text, tokenizer)
+    documents = all_of(common.load_documents(config, ["text"], common.tokenize_text, tokenizer))
     said = capfd.readouterr().out
     assert [bytes(documents.read(i)[0][:-1].tolist()) for i in range(2)] == [b"a", b"b"]
     assert "2 documents are left out, because they are broken JSON" in said

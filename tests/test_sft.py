@@ -12,7 +12,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, data_config, launch, make_batches, metrics, small_shape
+from conftest import (
+    SMALL,
+    all_of,
+    data_config,
+    launch,
+    make_batches,
+    metrics,
+    small_shape,
+    split,
+)
 from test_data import refused
 from tokenizers import processors
 from torch.utils.flop_counter import FlopCounterMode
@@ -401,7 +410,9 @@ def documents_of(path, tokenizer=None) -> common.Sequences:
     """Call `load_documents` as the script does."""
     tokenizer = tokenizer or chat_tokenizer("bytes")[0]
     config = data_config(dataset=str(path))
-    return common.load_documents(config, COLUMNS, fsdp2_sft.tokenize_conversation, tokenizer)
+    return all_of(
+        common.load_documents(config, COLUMNS, fsdp2_sft.tokenize_conversation, tokenizer)
+    )
 
 
 def write(path: Path, rows: list[dict]) -> Path:
@@ -539,7 +550,7 @@ def test_a_validation_set_that_truncation_empties_is_refused(tmp_path):
         {"prompt": said(("user", str(n)), ("assistant", "x"), ("user", "")), "completion": "y"}
         for n in range(40)
     ]
-    _, held_out = documents_of(write(tmp_path / "short.jsonl", rows)).split()
+    _, held_out = split(documents_of(write(tmp_path / "short.jsonl", rows)))
     for row in held_out.index.document.tolist():
         rows[row]["prompt"][1]["content"] *= 600
     flags = {"dataset": write(tmp_path / "long.jsonl", rows), "max_length": 512, "steps": 0}
@@ -551,9 +562,9 @@ def test_a_validation_set_that_truncation_empties_is_refused(tmp_path):
 
 def test_data_without_conversations_is_refused(tmp_path):
     texts = documents_of(write(tmp_path / "a.jsonl", [{"text": "a", "thing": None}] * 3))
-    assert "whether its columns have the names" in refused(texts.split)
+    assert "whether its columns have the names" in refused(split, texts)
     nothing = documents_of(write(tmp_path / "none.jsonl", [{"messages": ["a", "b"]}] * 3))
-    assert "fewer than two different documents" in refused(nothing.split)
+    assert "fewer than two different documents" in refused(split, nothing)
 
 
 @pytest.mark.drill
@@ -588,7 +599,7 @@ def conversations(texts, tmp_path_factory) -> Path:
 
 def training_of(path: Path, tokenizer=None, **changes) -> common.Batches:
     """Return the training batches of the script."""
-    training, _ = documents_of(path, tokenizer).split()
+    training, _ = split(documents_of(path, tokenizer))
     return make_batches(fsdp2_sft.truncate(training, 512), fsdp2_sft.ConversationBatches, **changes)
 
 
@@ -858,7 +869,7 @@ def test_a_model_with_its_own_template_is_not_changed(flags, conversations, tmp_
     tokenizer, known = chat_tokenizer(str(start))
     assert known == len(tokenizer) == 261
     training, summed, targets = training_of(conversations, tokenizer), 0.0, 0
-    documents, _ = documents_of(conversations, tokenizer).split()
+    documents, _ = split(documents_of(conversations, tokenizer))
     cut = (documents.lengths > 512).sum()
     assert f"{cut} of {len(documents.lengths)} conversations are cut to 512 tokens" in output
     with torch.no_grad():

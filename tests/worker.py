@@ -240,11 +240,11 @@ def train(script, flags: dict, device: torch.device, merge=False, count=False) -
     documents = common.load_documents(config, ["text"], common.tokenize_text, tokenizer)
     training, validation = (
         common.Batches(part.sequences(config.max_length), config, tokenizer.eos_token_id)
-        for part in documents.split(config.eval_tokens)
+        for part in common.split(documents, config.eval_tokens)
     )
     accumulation = config.global_batch_tokens // config.micro_batch_tokens
     share = script.dp_rank_and_size(config)
-    steps = list(training.stream(0, STEPS, accumulation, *share))
+    steps = list(training.stream({"step": 0, "tokens": 0}, STEPS, accumulation, *share))
     model = script.build_model(config, script.build_model_config(config, tokenizer))
     script.set_learning_rates(config, model.num_parameters())
     decayed = script.weight_decay_names(model)
