@@ -13,6 +13,7 @@ import common
 import fsdp2_sft
 import sample
 
+transformers.logging.disable_progress_bar()  # its lines would stand beside those that are tested
 PLAIN = common.load_tokenizer("bytes")
 CHAT = fsdp2_sft.chat_tokenizer(fsdp2_sft.Config())[0]
 
