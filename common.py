@@ -493,6 +493,9 @@ def tokenize(batch: dict, columns: list, function: Callable, tokenizer: Tokenize
 def load_documents(config: Flags, columns: list, function: Callable, tokenizer: Tokenizer):
     """Tokenize --dataset with several processes, once for all runs and all --max_length.
 
+    Returns a dataset, memory-mapped from disk, with the columns that `tokenize` writes. Documents
+    that are left out have no target tokens.
+
     Args:
         columns: those to read if they are there.
         function: a module-level function as `tokenize_text`.
@@ -524,7 +527,9 @@ def load_documents(config: Flags, columns: list, function: Callable, tokenizer: 
         with filelock.FileLock(f"{datasets.config.HF_DATASETS_CACHE}/{key}.lock"):
             documents = corpus.map(
                 tokenize,
-                batched=True,  # each call takes as long as the tokens of a short document
+                # Each call takes as long as the tokens of a short document. The table that it
+                # returns replaces the columns of the batch.
+                batched=True,
                 fn_kwargs={
                     "columns": columns,
                     "function": function,
@@ -775,9 +780,12 @@ class Batches:
     def stream(self, progress: dict, last_step: int, accumulation: int, dp_rank: int, dp_size: int):
         """Yield the global batches of the steps after `progress`, up to `last_step`.
 
+        `progress` has the steps so far, and the target tokens that they trained on ("tokens").
         A thread prepares the next one while the model trains on the current one. `accumulation` is
         the number of micro-batches of a step, over all ranks.
         """
+        # Every epoch has the same target tokens. So their number tells the epoch, and how much of
+        # it is done, and no earlier epoch has to be planned.
         targets = self.sequences.num_targets
         epoch, done = divmod(progress["tokens"], targets.sum())
         micro_batches = itertools.chain.from_iterable(map(self.plan, itertools.count(epoch)))

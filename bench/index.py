@@ -26,10 +26,10 @@ BATCH = 1000  # documents of a record batch, as `datasets` writes them
 
 
 def write(path: Path, documents: int) -> datasets.Dataset:
-    """Write a cache of documents that have a length, a hash and a single token."""
+    """Write a cache of so many documents, rounded up to full record batches, of one token each."""
     rng = np.random.default_rng(0)
     writer = None
-    for _ in range(documents // BATCH):
+    for _ in range(-(-documents // BATCH)):
         lengths = np.minimum(rng.lognormal(5.5, 1, BATCH).astype(np.int64) + 1, 2048)
         columns = {"tokens": [[1]] * BATCH, "in_loss": [[True]] * BATCH, "lengths": lengths}
         columns |= {"num_targets": lengths, "num_bytes": lengths}
@@ -69,14 +69,14 @@ def main() -> None:
         corpus = write(Path(folder, "corpus.arrow"), documents)
         (training, validation), peak = measure(lambda: common.split(corpus, 10**6))
         kept = training.index.nbytes / len(training.lengths)
-        print(f"index: {kept:.0f} bytes a document, {peak / documents:.0f} while it is made")
+        print(f"index: {kept:.0f} bytes a document, {peak / len(corpus):.0f} while it is made")
         config = common.Flags(micro_batch_tokens=8192)
         targets = int(training.num_targets.sum())
-        for epoch in (0, 20):
+        for epoch in (0, 20.5):
             batches = common.Batches(training, config, 0)
             batches.global_batch = lambda *_: SimpleNamespace()
             started = time.process_time()
-            next(batches.stream({"step": 0, "tokens": epoch * targets}, 1, 8, 0, 1))
+            next(batches.stream({"step": 0, "tokens": int(epoch * targets)}, 1, 8, 0, 1))
             print(f"start in epoch {epoch}: {time.process_time() - started:.1f} CPU s")
 
 

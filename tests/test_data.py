@@ -162,7 +162,9 @@ def test_documents_are_the_texts_with_one_end_token(corpus, texts):
     num_bytes = [len(text.encode()) for text in texts]
     assert documents.lengths.tolist() == documents.num_targets.tolist() == num_bytes
     assert all(documents.read(i)[1].all() for i in range(len(texts)))
-    assert documents.index.itemsize == 16  # bytes of memory per document and rank
+    training, held_out = split(documents)
+    assert len(training.lengths) + len(held_out.lengths) == len(texts)
+    assert training.index.itemsize == 16  # bytes of memory per document and rank
 
 
 def test_documents_on_macos(corpus, monkeypatch, texts):
