@@ -288,6 +288,20 @@ MISTAKES = [
         "loss",
     ),
     Mistake(
+        "documents split among the ranks before they are shuffled",
+        "torchtitan#3131",
+        "common.py",
+        [
+            (
+                "        order = rng.permutation(len(lengths))\n",
+                "        shares = np.array_split(np.arange(len(lengths)), dist.get_world_size())\n"
+                "        order = np.concatenate([rng.permutation(share) for share in shares])\n",
+            )
+        ],
+        "plain loop",
+        "loss",
+    ),
+    Mistake(
         "data starts anew after a resume",
         "torchtitan#3908",
         "common.py",
