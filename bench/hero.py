@@ -139,12 +139,12 @@ def draw_rank(axis: Any, x: float, y: float, rank: int, seen: dict[str, Any]) ->
             shared.plotting().Rectangle((left, bottom), width, height, color=color, linewidth=0)
         )
 
-    cell = 0.19
+    cell = 0.17
     for sequence in range(SEQUENCES):
         for chunk in range(CHUNKS):
             mine = sequence in seen["sequences"] and chunk in seen["chunks"]
             bottom = y + 0.8 - 0.2 * (sequence + 1)
-            box(x + 0.2 * chunk, bottom, cell, cell - 0.02, DATA if mine else EMPTY)
+            box(x + 0.2 * chunk, bottom, cell, cell, DATA if mine else EMPTY)
     for block in range(BLOCKS):
         bottom = y + 0.8 - 0.2 * (block + 1)
         for left, wide, narrow, color in (
