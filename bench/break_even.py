@@ -9,7 +9,8 @@ another machine.
 
 counted: eight blocks of Llama 3 8B on 8 ranks, micro-batches of 8,192 tokens in sequences of 2,048.
 PP: a middle one of 4 stages. EP: two blocks of qwen3-30b-a3b, with evenly used experts.
-The dry run tells how many FLOPs a rank computes and how many bytes it sends.
+The dry run tells how many FLOPs a rank computes and how many bytes it sends. Below the table: how
+long a block of EP's model computes in all, and how long its all-to-alls take.
 """
 
 import tempfile
@@ -69,36 +70,46 @@ COUNTED: dict[str, tuple[str, dict[str, int], str, float]] = {
 }
 
 
-class ExpertsWatch(Watch):
-    """Counts only the FLOPs of grouped matmuls, which are the experts'."""
+class PartWatch(Watch):
+    """Counts only the FLOPs of one part of a step: of backward, say, or of the experts."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__()
+        self.part = part
 
     def __torch_dispatch__(self, func: Any, *arguments: Any) -> Any:
+        backward = torch._C._current_graph_task_id() != -1
+        experts = func._overloadpacket is torch.ops.aten._grouped_mm
+        parts = {"step": True, "forward": not backward, "backward": backward}
+        parts |= {"experts": experts, "rest": not experts}
         before = self.flops
         result = super().__torch_dispatch__(func, *arguments)
-        if func._overloadpacket is not torch.ops.aten._grouped_mm:
+        if not parts[self.part]:
             self.flops = before
         return result
 
 
-def shape_for(script: str) -> Any:
+def shape_for(script: str, blocks: int) -> Any:
     if script != "fsdp2_ep":
         return shared.qwen2(WIDTH, 14336, 8, 32, 8, 32000, tied=False)
     from transformers import AutoConfig
 
     from fsdp2_ep_pretrain import SHAPES
 
-    shape = SHAPES["qwen3-30b-a3b"] | {"num_hidden_layers": 2}
+    shape = SHAPES["qwen3-30b-a3b"] | {"num_hidden_layers": blocks}
     return AutoConfig.for_model(vocab_size=32000, **shape)
 
 
-def counted(strategy: str) -> float:
-    """Return the break-even point by the bytes and FLOPs of a dry run."""
-    script, own, _, here = COUNTED[strategy]
+def report(strategy: str, part: str, blocks: int = 2) -> tuple[float, int]:
+    """Return the bytes that the strategy sends in a dry run, and the FLOPs of a part of it.
+
+    `blocks` is for EP only.
+    """
+    script, own, _, _ = COUNTED[strategy]
     flags: dict[str, Any] = {"max_length": LENGTH, "micro_batch_tokens": TOKENS} | own
-    watch = ExpertsWatch() if script == "fsdp2_ep" else None
     with tempfile.TemporaryDirectory() as folder:
-        shape_for(script).save_pretrained(folder)
-        seen = strategies.report(script, folder, 32000, RANKS, watch, **flags)
+        shape_for(script, blocks).save_pretrained(folder)
+        seen = strategies.report(script, folder, 32000, RANKS, PartWatch(part), **flags)
     calls = seen.calls
     if script == "fsdp2_tp":  # FSDP's own collectives are in the line of FSDP2
         calls = [call for call in calls if call.ranks == own["tensor_parallel"]]
@@ -106,13 +117,17 @@ def counted(strategy: str) -> float:
         calls = [call for call in calls if call.kind == "all-to-all"]
     if script == "fsdp2_pp":
         calls = [call for call in calls if call.kind == "send"]
-    sending = sum(call.sent for call in calls) / LINKS["NVLink"]
-    computing = seen.flops / FLOPS
-    if script == "ddp":
-        computing *= 2 / 3  # backward
-    if script == "fsdp2_pp":  # forward: backward sends as much, and computes twice as much
-        sending, computing = sending / 2, computing / 3
-    return here * sending / computing
+    return sum(call.sent for call in calls), seen.flops
+
+
+def counted(strategy: str) -> float:
+    """Return the break-even point by the bytes and FLOPs of a dry run."""
+    # The compute that each formula on the page compares with.
+    part = {"DDP": "backward", "PP": "forward", "EP": "experts"}.get(strategy, "step")
+    sent, flops = report(strategy, part)
+    if strategy == "PP":
+        sent /= 2  # a middle stage sends as much in backward
+    return COUNTED[strategy][-1] * (sent / LINKS["NVLink"]) / (flops / FLOPS)
 
 
 def counted_table() -> str:
@@ -124,10 +139,29 @@ def counted_table() -> str:
     return "\n".join(lines)
 
 
+def block_with_experts() -> str:
+    """Return what a block of EP's model computes in a step, beside its all-to-alls."""
+    flops = {}
+    for part in ("experts", "rest"):
+        # One more block: embedding and head are in both.
+        (less, before), (more, after) = report("EP", part), report("EP", part, blocks=3)
+        flops[part] = after - before
+    inside, between = ((more - less) / link * 1e3 for link in LINKS.values())
+    parts = [f"{part} {number / TOKENS / 1e6:.0f}" for part, number in flops.items()]
+    return (
+        f"EP, MFLOPs per token and block: {', '.join(parts)}\n"
+        f"A block computes for {sum(flops.values()) / FLOPS * 1e3:.1f} ms. "
+        f"Its all-to-alls take {inside:.1f} ms over NVLink, {between:.1f} ms between machines."
+    )
+
+
 def main() -> None:
     reader = shared.parser(__doc__)
     reader.add_argument("what", nargs="?", choices=["formula", "counted"], default="formula")
-    print(counted_table() if reader.parse_args().what == "counted" else table())
+    if reader.parse_args().what == "formula":
+        print(table())
+    else:
+        print(counted_table(), block_with_experts(), sep="\n\n")
 
 
 if __name__ == "__main__":
