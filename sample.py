@@ -4,9 +4,8 @@
     python sample.py runs/fsdp2_sft
 
 The model is a run directory, a Hugging Face directory (also one of PEFT's adapters, if `peft` is
-installed), or a hub id. Without --prompt, type a message (or, if the model has no chat template, a
-text to continue). End a line with a backslash to continue the message on the next one. Ctrl-D ends
-the chat.
+installed), or a hub id. Without --prompt, type a message, or a text to continue if the model has no
+chat template. Ctrl-D ends the chat.
 """
 
 import argparse
@@ -16,7 +15,6 @@ from typing import NoReturn
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
-from transformers.utils import is_peft_available
 
 OPTIONS = {"max_new_tokens": 300, "do_sample": True, "temperature": 0.6}
 
@@ -31,15 +29,11 @@ def find_model(name: str) -> str:
     if Path(name, "hf").is_dir():
         return f"{name}/hf"
     if Path(name, "metrics.jsonl").exists():
-        if "base_precision" in Path(name, "config.json").read_text():  # of LoRA
-            refuse(f"{name} has no hf/, because the end of a run writes it: rerun its command")
-        checkpoint = max(Path(name, "checkpoints").glob("step_*[0-9]"), default="CHECKPOINT")
+        newest = max(Path(name, "checkpoints").glob("step_*[0-9]"), default="CHECKPOINT")
         refuse(
-            f"{name} has no hf/, because the end of a run writes it. To export a checkpoint: "
-            f"python common.py export {checkpoint} {name}/hf"
+            f"{name} has no hf/, because the end of a run writes it: rerun its command, or (not "
+            f"with adapters) export a checkpoint: python common.py export {newest} {name}/hf"
         )
-    if Path(name, "adapter_config.json").exists() and not is_peft_available():
-        refuse(f"{name} has adapters, which transformers loads only with peft: pip install peft")
     return name
 
 
@@ -57,10 +51,7 @@ def chat(model, tokenizer) -> NoReturn:
     """Answer messages until the input ends. All earlier ones are in the context."""
     messages = []
     while True:
-        text = input("> ")
-        while text.endswith("\\"):
-            text = text[:-1] + "\n" + input("  ")
-        messages.append({"role": "user", "content": text})
+        messages.append({"role": "user", "content": input("> ")})
         encoded = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
@@ -76,14 +67,15 @@ def main() -> None:
     parser.add_argument("--prompt")
     parser.error = refuse
     config = parser.parse_args()
-    if config.prompt == "":
-        refuse("--prompt is empty")
     name = find_model(config.model)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=False)
     except Exception as error:
-        refuse(f"{name} is not a run, and transformers cannot load it: {str(error)[:300]}")
+        refuse(
+            f"{name} is not a run, and transformers cannot load it (adapters need `pip install "
+            f"peft`): {str(error)[:300]}"
+        )
     model.to(torch.accelerator.current_accelerator(check_available=True))
     try:
         while not config.prompt and not tokenizer.chat_template:

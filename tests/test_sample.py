@@ -1,6 +1,5 @@
 """sample.py: what it loads and refuses, and what a chat sends to the model."""
 
-import json
 import subprocess
 import sys
 
@@ -65,12 +64,12 @@ class Parrot:
 
 
 def test_a_chat_keeps_the_conversation(monkeypatch):
-    type_in(monkeypatch, "one\\", "", "two")
+    type_in(monkeypatch, "one", "two")
     parrot = Parrot("<|begin_of_thought|>\nyes<|im_end|>", "cut")
     with pytest.raises(EOFError):
         sample.chat(parrot, CHAT)
     first, second = parrot.given
-    assert first == "<|im_start|>user\none\n<|im_end|>\n<|im_start|>assistant\n"
+    assert first == "<|im_start|>user\none<|im_end|>\n<|im_start|>assistant\n"
     answer = "<|begin_of_thought|>\nyes<|im_end|>\n"
     assert second == f"{first}{answer}<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
 
@@ -83,7 +82,8 @@ def test_a_run_is_continued_or_talked_to(monkeypatch, capsys, tmp_path):
     assert code == 0 and printed.startswith("def ") and len(printed) > len("def ")
     code, printed, _ = ask(monkeypatch, capsys, f"{base}/hf", "--prompt", "def ")
     assert code == 0 and printed.startswith("def ")
-    code, printed, _ = ask(monkeypatch, capsys, base, typed=("", "def "))  # it has no chat template
+    # It has no chat template. What is empty cannot be continued.
+    code, printed, _ = ask(monkeypatch, capsys, base, "--prompt", "", typed=("", "def "))
     assert code == 0 and printed.startswith("def ") and len(printed) > len("def ")
     code, printed, _ = ask(monkeypatch, capsys, tuned, typed=("hello",))
     assert code == 0 and printed.strip() and "hello" not in printed  # the prompt is not repeated
@@ -92,25 +92,20 @@ def test_a_run_is_continued_or_talked_to(monkeypatch, capsys, tmp_path):
 @pytest.mark.parametrize(
     "name, words, reason",
     [
-        ("base", ("--prompt", ""), "--prompt is empty"),
         ("base", ("--promt", "a"), "unrecognized arguments: --promt a"),
         ("unfinished", (), "python common.py export {}/checkpoints/step_00000020 {}/hf"),
-        ("lora", (), "has no hf/, because the end of a run writes it: rerun its command"),
-        ("adapter", (), "pip install peft"),
-        ("nothing", (), "nothing is not a run, and transformers cannot load it: "),
+        ("adapter", (), "(adapters need `pip install peft`)"),
+        ("nothing", (), "nothing is not a run, and transformers cannot load it"),
     ],
 )
 def test_what_cannot_work_is_said_in_one_line(monkeypatch, capsys, tmp_path, name, words, reason):
     save_model(tmp_path / "base/hf")
     for step in ("step_00000003", "step_00000020", "step_00000021.tmp"):
         (tmp_path / "unfinished/checkpoints" / step).mkdir(parents=True)
-    (tmp_path / "lora").mkdir()
-    for run, flags in {"unfinished": {}, "lora": {"base_precision": "nf4"}}.items():
-        (tmp_path / run / "config.json").write_text(json.dumps(flags))
-        (tmp_path / run / "metrics.jsonl").touch()
+    (tmp_path / "unfinished/metrics.jsonl").touch()
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text("{}")
-    monkeypatch.setattr(sample, "is_peft_available", lambda: False)
+    monkeypatch.setattr("transformers.models.auto.auto_factory.is_peft_available", lambda: False)
     code, printed, said = ask(monkeypatch, capsys, str(tmp_path / name), *words)
     assert code == 2 and printed == ""
     said = "".join(line for line in said.splitlines(True) if "Loading weights" not in line)
