@@ -283,6 +283,16 @@ def launch(
     return result
 
 
+def launch_cases(ranks: int, worker: str, directory: Path, cases: dict, **flags: Any) -> dict:
+    """Return what the ranks of a worker saw, case by case. It has to end without a warning."""
+    import torch
+
+    out = directory / f"seen_{ranks}.pt"
+    done = launch(ranks, worker, {"out": out, "cases": json.dumps(cases)} | flags)
+    assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
+    return torch.load(out, weights_only=False)
+
+
 @pytest.fixture(scope="session")
 def run(corpus, tmp_path_factory):
     """Return a function that launches a script once for all tests and returns its run directory."""

@@ -1,24 +1,20 @@
 """Run a real step of every strategy, watched as bench/dry_run.py watches it.
 
-For conftest.launch, with two flags: --cases, JSON {case: [script, flags]}, and --out, the JSON file
-to write: what rank 0 kept and which collectives it issued, and in pipelines the last rank too.
+See cases.py; a case is [script, flags]. Tells what rank 0 kept and which collectives it issued, and
+in pipelines the last rank too.
 """
 
 import dataclasses
 import gc
 import importlib
-import json
-import sys
-from pathlib import Path
 
+import cases  # also adds the root and bench to sys.path
+import dry_run
+import shared
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-import dry_run  # noqa: E402
-import shared  # noqa: E402
-
-import ddp_pretrain  # noqa: E402
+import ddp_pretrain
 
 
 def really(script, config, vocabulary: int) -> dict:
@@ -54,22 +50,21 @@ def really(script, config, vocabulary: int) -> dict:
 
 
 def main() -> None:
-    given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
     ddp_pretrain.init_process_group(ddp_pretrain.Config(micro_batch_tokens=512))
     gc.freeze()  # collections need not look at what exists now
-    seen = {}
-    for case, (name, flags) in json.loads(given["--cases"]).items():
+
+    def step(case: str, asked: list) -> dict:
+        name, flags = asked
         script = importlib.import_module(name)
         if hasattr(script, "exchange_counts"):
             script.exchange_counts = dry_run.exchange_evenly
-        seen[case] = really(script, script.Config(**flags), 320)
-        gc.collect()
+        return really(script, script.Config(**flags), 320)
+
+    seen = cases.each(step)
     of_last = [seen]
     dist.broadcast_object_list(of_last, src=dist.get_world_size() - 1)
     seen |= {f"{case} last": what for case, what in of_last[0].items() if "pp" in case}
-    if dist.get_rank() == 0:
-        Path(given["--out"]).write_text(json.dumps(seen))
-    shared.leave()
+    cases.leave(seen)
 
 
 if __name__ == "__main__":

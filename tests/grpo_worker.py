@@ -1,34 +1,28 @@
 """Run steps of fsdp2_grpo.py in many modes, by its own functions; test_grpo.py judges the results.
 
-For conftest.launch, with two flags: --asked, JSON {mode: flags}, and --out, the file to write.
+See cases.py.
 """
 
 import contextlib
-import gc
-import json
 import math
-import os
-import sys
 import zlib
 from collections.abc import Iterator
 from functools import partialmethod
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import cases  # also adds the root and bench to sys.path
+import collectives
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "bench")]
-import collectives  # noqa: E402
-
-import chat  # noqa: E402
-import common  # noqa: E402
-import fsdp2_grpo as script  # noqa: E402
+import chat
+import common
+import fsdp2_grpo as script
 
 STEPS = 2
 WATCHED = ["answer_prompts", "unsharded_parameters", "sample", "forward_backward", "policy_loss"]
@@ -174,18 +168,8 @@ def run(flags: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def main() -> None:
-    given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
     device = script.init_process_group(script.Config(timeout_minutes=1.0))
     script.reward = graded
     # Graphs are traced and split. test_modes.py generates kernels.
     torch.nn.Module.compile = partialmethod(torch.nn.Module.compile, backend="aot_eager")
-    seen = {}
-    for mode, flags in json.loads(given["--asked"]).items():
-        seen[mode] = run(flags, device)
-        gc.collect()
-        torch._dynamo.reset()
-    if dist.get_rank() == 0:
-        torch.save(seen, given["--out"])
-    dist.barrier()
-    dist.destroy_process_group()
-    os._exit(0)
+    cases.leave(cases.each(lambda mode, flags: run(flags, device)))

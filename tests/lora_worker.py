@@ -1,24 +1,15 @@
-"""Train adapters in every mode in one launch; test_lora.py checks it.
+"""Train adapters in every mode in one launch (see cases.py); test_lora.py checks it."""
 
-For conftest.launch, with flags: --out, the file to write; --cases, JSON {case: flags}.
-"""
-
-import gc
 import hashlib
-import json
-import sys
-from pathlib import Path
 
+import cases  # also adds the root and bench to sys.path
+import collectives
+import shared
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-import collectives  # noqa: E402
-import shared  # noqa: E402
-
-import common  # noqa: E402
-import fsdp2_lora as script  # noqa: E402
+import common
+import fsdp2_lora as script
 
 CPU = torch.device("cpu")
 DATA: dict = {}
@@ -66,7 +57,7 @@ def without_adapters(self: script.LoraLinear, inputs: torch.Tensor) -> torch.Ten
     return torch.nn.functional.linear(inputs, self.weight, self.bias)
 
 
-def train(flags: dict) -> dict:
+def train(case: str, flags: dict) -> dict:
     """Return losses and norms of some steps, the adapters before and after, and what is frozen."""
     config = script.Config(**flags)
     compiled = torch._dynamo.utils.counters["stats"]
@@ -109,15 +100,8 @@ def train(flags: dict) -> dict:
 
 
 def main() -> None:
-    given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
     script.init_process_group(script.Config(global_batch_tokens=4096 * 4))
-    seen = {}
-    for case, flags in json.loads(given["--cases"]).items():
-        seen[case] = train(flags)
-        gc.collect()
-    if dist.get_rank() == 0:
-        torch.save(seen, given["--out"])
-    shared.leave()
+    cases.leave(cases.each(train))
 
 
 if __name__ == "__main__":

@@ -1,27 +1,21 @@
 """Update small models with Muon, for known gradients; test_muon.py compares the weights.
 
-For conftest.launch, with flags: --out, the file to write; --cases, JSON {case: flags}.
+See cases.py.
 """
 
-import gc
 import hashlib
-import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
+import cases  # also adds the root and bench to sys.path
+import collectives
+import shared
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
-import collectives  # noqa: E402
-import shared  # noqa: E402
-
-import common  # noqa: E402
-import fsdp2_muon_pretrain as script  # noqa: E402
+import common
+import fsdp2_muon_pretrain as script
 
 STEPS, CPU = 3, torch.device("cpu")
 
@@ -115,16 +109,10 @@ def momentum(rows: int) -> float:
 
 
 def main() -> None:
-    given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
     script.init_process_group(script.Config(micro_batch_tokens=512))
-    seen = {}
-    for case, flags in json.loads(given["--cases"]).items():
-        seen[case] = update(flags)
-        gc.collect()
+    seen = cases.each(lambda case, flags: update(flags))
     seen["momentum"] = {"small": momentum(9_999), "large": momentum(10_000)}
-    if dist.get_rank() == 0:
-        torch.save(seen, given["--out"])
-    shared.leave()
+    cases.leave(seen)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,12 @@
 
 import functools
 import importlib
-import json
 import os
 import sys
 
 import pytest
 import torch
-from conftest import ROOT, RUN_FLAGS, arguments, launch, small_shape, torchrun
+from conftest import ROOT, RUN_FLAGS, arguments, launch_cases, small_shape, torchrun
 from grid import share
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
@@ -137,12 +136,9 @@ def real(two_blocks, tmp_path_factory):
 
     @functools.cache
     def launched(ranks: int, long: bool) -> dict:
-        out = tmp_path_factory.mktemp("real") / "seen.json"
         every = cases(ranks, two_blocks)
         chosen = {k: every[k] for k in every if is_long(k) == long and k in SHARE}
-        done = launch(ranks, "dry_run_worker", {"out": out, "cases": json.dumps(chosen)})
-        assert done.returncode == 0, done.stderr
-        return json.loads(out.read_text())
+        return launch_cases(ranks, "dry_run_worker", tmp_path_factory.mktemp("real"), chosen)
 
     def seen(case: str) -> dict:
         return launched(int(case[0]), is_long(case))[case]
@@ -213,7 +209,7 @@ def test_prediction_equals_real_ranks(real, two_blocks, case):
 
 
 def check_prediction(report: dry_run.Report, seen: dict, stages: int) -> None:
-    calls = [[call.kind, call.group, call.ranks, call.bytes] for call in report.calls]
+    calls = [(call.kind, call.group, call.ranks, call.bytes) for call in report.calls]
     groups = {call.group for call in report.calls}
     newer_pipeline = "pipeline" in groups and torch.__version__ >= "2.15"
     issued = seen["calls"]
@@ -226,7 +222,7 @@ def check_prediction(report: dry_run.Report, seen: dict, stages: int) -> None:
         # there are stages.
         freed = stages * max(call.bytes for call in report.calls if call.group == "pipeline")
     assert sorted(calls) == sorted(issued)
-    assert [report.parameters, report.gradients, report.optimizer] == seen["kept"]
+    assert (report.parameters, report.gradients, report.optimizer) == seen["kept"]
     # A real collective that autograd knows holds what it sends until it is waited for. A fake one
     # ends at once, which is 3 % of a small MoE model that is recomputed, and 6 % of the hidden
     # states that a TP group of a pipeline holds.

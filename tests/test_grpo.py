@@ -26,6 +26,7 @@ from conftest import (
     all_of,
     arguments,
     launch,
+    launch_cases,
     small_mixture,
     small_shape,
     torchrun,
@@ -226,24 +227,17 @@ MODES = {
 ALONE = ["plain", "inner", "packed inner"]  # on one rank too
 
 
-def watch(ranks: int, modes: dict, folder: Path) -> dict:
-    out = folder / "seen.pt"
-    done = launch(ranks, "grpo_worker", {"asked": json.dumps(modes), "out": out})
-    assert (done.returncode, done.stderr) == (0, ""), done.stderr
-    return torch.load(out, weights_only=False)
-
-
 @pytest.fixture(scope="module")
 def seen(flags, experts, tmp_path_factory) -> dict:
     modes = {mode: flags | own for mode, own in MODES.items()}
     modes["experts"] |= dict.fromkeys(("init_from", "model", "tokenizer"), experts)
-    return watch(2, modes, tmp_path_factory.mktemp("two"))
+    return launch_cases(2, "grpo_worker", tmp_path_factory.mktemp("two"), modes)
 
 
 @pytest.fixture(scope="module")
 def alone(flags, tmp_path_factory) -> dict:
     modes = {mode: flags | MODES[mode] for mode in ALONE}
-    return watch(1, modes, tmp_path_factory.mktemp("one"))
+    return launch_cases(1, "grpo_worker", tmp_path_factory.mktemp("one"), modes)
 
 
 @pytest.mark.parametrize(
@@ -1270,7 +1264,7 @@ def test_compiled_sequences_of_many_lengths(flags, tmp_path):
     modes["compile"] = modes["plain"] | {"compile": True}
     modes["packed"] = modes["compile"] | {"batching": "packed"}
     modes["few"] = modes["inner"] | {"compile": True, "pad_to_multiple_of": 16}
-    seen = watch(2, modes, tmp_path)
+    seen = launch_cases(2, "grpo_worker", tmp_path, modes)
     for mode in ("compile", "packed"):
         check_same(seen[mode], seen["plain"])
         check_ratio(seen[mode])

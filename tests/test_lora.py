@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import launch, metrics, small_mixture, small_shape
+from conftest import launch, launch_cases, metrics, small_mixture, small_shape
 from safetensors.torch import load_file, save_file
 from test_data import refused
 from test_sft import write
@@ -108,10 +108,8 @@ def trained(bases, conversations, tmp_path_factory):
         if key not in seen:
             chosen = LONG if case in LONG else SHORT[ranks]
             cases = {name: flags_of(name, bases, conversations) for name in chosen}
-            out = tmp_path_factory.mktemp("trained") / "seen.pt"
-            done = launch(ranks, "lora_worker", {"out": out, "cases": json.dumps(cases)})
-            assert done.returncode == 0, done.stderr
-            seen[key] = torch.load(out, weights_only=False)
+            folder = tmp_path_factory.mktemp("trained")
+            seen[key] = launch_cases(ranks, "lora_worker", folder, cases)
         return seen[key][case]
 
     return of

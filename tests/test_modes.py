@@ -8,7 +8,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, SMALL, launch, small_shape
+from conftest import ROOT, SMALL, launch_cases, small_shape
 from grid import share
 from transformers import PhimoeConfig, Qwen2ForCausalLM
 from worker import COMPILED, DENSE, modes
@@ -31,13 +31,9 @@ def run_worker(
         base = {"model": shape, "dataset": corpus, "run_dir": str(directory), **SMALL}
         base |= {"global_batch_tokens": 2048, "learning_rate": 1e-2}  # two micro-batches per rank
         start = {"model": weights, "init_from": weights}
-        out = directory / "seen.json"
-        flags = {"out": out, "which": which, "untied": untied, "packages": packages}
+        flags = {"which": which, "untied": untied, "packages": packages}
         flags |= {"base": json.dumps(base), "start": json.dumps(start)}
-        done = launch(2, "worker", flags)
-        assert done.returncode == 0, done.stderr
-        assert "Warning" not in done.stderr, done.stderr
-        return json.loads(out.read_text())
+        return launch_cases(2, "worker", directory, {}, **flags)
 
     return run
 

@@ -1,7 +1,6 @@
 """fsdp2_muon_pretrain.py: its updates, what they send and keep, and which checkpoints fit."""
 
 import inspect
-import json
 from types import SimpleNamespace
 
 import muon_worker
@@ -15,6 +14,7 @@ from conftest import (
     SCRIPTS,
     SMALL,
     launch,
+    launch_cases,
     metrics,
     small_mixture,
     small_shape,
@@ -73,10 +73,7 @@ def updated(folder):
     def of(ranks: int) -> dict:
         if ranks not in seen:
             cases = {case: flags_in(folder, case) for n, case in GRID if n == ranks}
-            out = folder / f"{ranks}.pt"
-            done = launch(ranks, "muon_worker", {"out": out, "cases": json.dumps(cases)})
-            assert done.returncode == 0, done.stderr
-            seen[ranks] = torch.load(out, weights_only=False)
+            seen[ranks] = launch_cases(ranks, "muon_worker", folder, cases)
         return seen[ranks]
 
     return of

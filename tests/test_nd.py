@@ -1,10 +1,9 @@
 """fsdp2_nd_pretrain.py: every mesh gives the losses of FSDP2 on as many ranks."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
-from conftest import SMALL, launch, metrics, small_shape
+from conftest import SMALL, launch, launch_cases, metrics, small_shape
 from grid import share
 from test_modes import difference, losses
 
@@ -53,11 +52,7 @@ def run_worker(corpus, shape_directory, tmp_path_factory):
             own = base | MODES[mode] | (flags_of(mesh) if mesh != "fsdp2" else {})
             own["model"] = {"untied": str(untied)}.get(own["model"], own["model"])
             flags[f"{mesh} {mode}"] = own
-        out = directory / "seen.json"
-        done = launch(ranks, "nd_worker", {"out": out, "cases": json.dumps(flags)})
-        assert done.returncode == 0, done.stderr
-        assert "Warning" not in done.stderr, done.stderr
-        return json.loads(out.read_text())
+        return launch_cases(ranks, "nd_worker", directory, flags)
 
     return run
 

@@ -1,16 +1,15 @@
 """Train with every mode of every strategy, on 2 ranks in one launch; test_modes.py checks it.
 
-For conftest.launch, with flags: --out, the JSON file to write; --which, the kind of modes; --base
-and --start, flags in JSON; --untied, the directory of a model; --packages, where torchao is.
+For conftest.launch_cases (without cases), with more flags: --which, the kind of modes; --base and
+--start, flags in JSON; --untied, the directory of a model; --packages, where torchao is.
 """
 
 import gc
 import json
-import os
 import sys
 from functools import partialmethod
-from pathlib import Path
 
+import cases  # also adds the root to sys.path
 import torch
 import torch.distributed as dist
 from grid import share
@@ -19,15 +18,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.flop_counter import FlopCounterMode
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-import common  # noqa: E402
-import ddp_pretrain  # noqa: E402
-import fsdp1_pretrain  # noqa: E402
-import fsdp2_cp_pretrain  # noqa: E402
-import fsdp2_ep_pretrain  # noqa: E402
-import fsdp2_pp_pretrain  # noqa: E402
-import fsdp2_pretrain  # noqa: E402
-import fsdp2_tp_pretrain  # noqa: E402
+import common
+import ddp_pretrain
+import fsdp1_pretrain
+import fsdp2_cp_pretrain
+import fsdp2_ep_pretrain
+import fsdp2_pp_pretrain
+import fsdp2_pretrain
+import fsdp2_tp_pretrain
 
 SCRIPTS = {"ddp": ddp_pretrain, "fsdp1": fsdp1_pretrain, "fsdp2": fsdp2_pretrain}
 SCRIPTS |= {"tp": fsdp2_tp_pretrain, "cp": fsdp2_cp_pretrain, "pp": fsdp2_pp_pretrain}
@@ -307,7 +305,7 @@ def train(script, flags: dict, device: torch.device, merge=False, count=False) -
 
 
 def main() -> None:
-    given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+    given = cases.given()
     which, base, start = given["--which"], json.loads(given["--base"]), json.loads(given["--start"])
     if given["--packages"]:
         sys.path.insert(0, given["--packages"])
@@ -333,13 +331,7 @@ def main() -> None:
             gc.collect()
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()
-    if dist.get_rank() == 0:
-        Path(given["--out"]).write_text(json.dumps(seen))
-    # How the scripts themselves end is tested with the scripts.
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)
+    cases.leave(seen)
 
 
 if __name__ == "__main__":
