@@ -293,6 +293,17 @@ def launch_cases(ranks: int, worker: str, directory: Path, cases: dict, **flags:
     return torch.load(out, weights_only=False)
 
 
+@pytest.fixture
+def one_rank(monkeypatch):
+    """Make this process a process group of one rank."""
+    import torch.distributed as dist
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 @pytest.fixture(scope="session")
 def run(corpus, tmp_path_factory):
     """Return a function that launches a script once for all tests and returns its run directory."""

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import EXPERTS, ROOT, RUN_FLAGS, SIZES, SMALL, launch, metrics, small_mixture
 from safetensors.torch import load_file
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -131,7 +130,7 @@ def test_a_resumed_run_continues_with_the_same_biases(run, mixture_directory, re
 # --- Order of collectives -------------------------------------------------------------------------
 
 
-def test_all_gathers_are_issued_before_the_host_waits(tmp_path, monkeypatch):
+def test_all_gathers_are_issued_before_the_host_waits(one_rank, tmp_path, monkeypatch):
     """A block's experts and the next block are all-gathered from when the block begins.
 
     The dispatch waits for the GPU. All-gathers that the CPU issues after it overlap with less.
@@ -151,16 +150,12 @@ def test_all_gathers_are_issued_before_the_host_waits(tmp_path, monkeypatch):
     all_gather, exchange_counts = FSDPParamGroup.unshard, script.exchange_counts
     monkeypatch.setattr(FSDPParamGroup, "unshard", unshard)
     monkeypatch.setattr(script, "exchange_counts", exchange)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        config = script.Config(model=str(tmp_path), expert_parallel=1, **SMALL)
-        model = script.parallelize(build(str(tmp_path), initialized=False), config, CPU)
-        for block in script.transformer_blocks(model):
-            block.self_attn.register_forward_pre_hook(lambda *_: issued.append("attention"))
-        ids = torch.arange(60).view(2, 30)
-        model(input_ids=ids, labels=ids)
-    finally:
-        dist.destroy_process_group()
+    config = script.Config(model=str(tmp_path), expert_parallel=1, **SMALL)
+    model = script.parallelize(build(str(tmp_path), initialized=False), config, CPU)
+    for block in script.transformer_blocks(model):
+        block.self_attn.register_forward_pre_hook(lambda *_: issued.append("attention"))
+    ids = torch.arange(60).view(2, 30)
+    model(input_ids=ids, labels=ids)
     assert issued == [
         *("0", "0.mlp.experts", "1", "attention", "wait"),
         *("1.mlp.experts", "2", "attention", "wait"),

@@ -18,7 +18,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import (
     HANGS,
     ROOT,
@@ -686,16 +685,8 @@ def test_memory_stays_flat_and_garbage_is_collected_on_purpose_only(flags, tmp_p
 # --- The order of things --------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """Make this process a process group of one rank."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.fixture
-def make_checkpoints(alone, tmp_path) -> Callable:
+def make_checkpoints(one_rank, tmp_path) -> Callable:
     """Return a function that makes the checkpoints of a run in tmp_path."""
 
     def make(directory: Path = tmp_path, **changes) -> common.Checkpoints:

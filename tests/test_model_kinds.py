@@ -5,7 +5,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import SMALL, small_mixture, small_shape
 from test_house import SCRIPTS
 from test_types import CPU, build, plain_model, summed_loss
@@ -28,14 +27,7 @@ ALONE = {
     "fsdp2_lora": {},
     "fsdp2_grpo": {},
 }
-
-
-@pytest.fixture(autouse=True)
-def one_rank(monkeypatch):
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("name", ["olmo", "mpt"])

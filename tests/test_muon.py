@@ -7,7 +7,6 @@ import muon_worker
 import pytest
 import shared
 import torch
-import torch.distributed as dist
 from conftest import (
     MUON,
     RUN_FLAGS,
@@ -294,21 +293,16 @@ def test_the_dry_run_keeps_12_bytes_per_parameter_of_matrices(shape_directory, r
     assert ours.parameters == ours.gradients
 
 
-def test_muon_updates_matrices_but_no_kernels_of_convolutions(tmp_path, monkeypatch):
+def test_muon_updates_matrices_but_no_kernels_of_convolutions(one_rank, tmp_path):
     """And nothing without weight decay, as the state-space parameters A_log."""
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     shape = plain_model("mamba").config
     shape.save_pretrained(tmp_path)
     config = script.Config(model=str(tmp_path), **SMALL)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model, optimizer = shared.build(script, config, script.build_model(config, shape), CPU)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        state = {name: len(optimizer.state[p]) for name, p in model.named_parameters()}
-    finally:
-        dist.destroy_process_group()
+    model, optimizer = shared.build(script, config, script.build_model(config, shape), CPU)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    state = {name: len(optimizer.state[p]) for name, p in model.named_parameters()}
     found = {name.split(".", 3)[-1] for name, number in state.items() if number == 2}
     projections = {f"mixer.{name}_proj.weight" for name in ("in", "x", "dt", "out")}
     assert found == projections and len(state) > 2 * len(found)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import transformers
 from conftest import SMALL
 from grid import share
@@ -237,14 +236,6 @@ def summed_loss(model: torch.nn.Module, batching: str) -> torch.Tensor:
     for micro_batch in micro_batches(batching):
         loss += model(**micro_batch)
     return loss
-
-
-@pytest.fixture(scope="module")
-def one_rank():
-    """A process group of this process alone, because sharding and `load_weights` need one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import small_shape
 from safetensors.torch import load_file, save_file
 from test_data import refused
@@ -74,14 +73,6 @@ def test_a_document_begins_as_the_tokenizer_begins_a_text(tmp_path, template):
 
 
 # --- Weights --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def one_rank():
-    """A process group of this process alone, because `load_weights` needs one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def save_model(directory: Path, **settings) -> dict[str, torch.Tensor]:
