@@ -59,9 +59,8 @@ def default_of(field: dataclasses.Field, script: str) -> str:
 def flags() -> str:
     """All flags of the scripts: default (of each script that has another one) and meaning."""
     lines = ["| flag | default | |", "| --- | --- | --- |"]
-    scripts = ["fsdp2_pretrain", "fsdp1_pretrain", "ddp_pretrain", "fsdp2_muon_pretrain"]
-    scripts += ["fsdp2_tp_pretrain", "fsdp2_cp_pretrain", "fsdp2_pp_pretrain"]
-    scripts += ["fsdp2_ep_pretrain", "fsdp2_nd_pretrain"]
+    strategies = [*reversed(shared.STRATEGIES), *shared.MUON, *shared.INSIDE]
+    scripts = [f"{name}_pretrain" for name in strategies]
     scripts += ["fsdp2_sft", "fsdp2_lora", "fsdp2_grpo"]
     configs = {script: importlib.import_module(script).Config for script in scripts}
     fields = {
