@@ -340,6 +340,22 @@ def test_experiments_print_what_the_pages_show(page, monkeypatch, quick_programs
         assert tryit.is_similar(shown, printed), f"shown:\n{shown}\nprinted:\n{printed}"
 
 
+def test_experiments_write_to_run_directories_of_their_own():
+    """So a reader can run them in any order: none meets the checkpoints of another one."""
+    owners = {Path("runs", script[:-3]): "a script's default" for script in ALL_SCRIPTS}
+    for page, text in TEXT.items():
+        for number, block in enumerate(re.findall(r"```bash\n(.*?)```", text, re.DOTALL)):
+            names = re.findall(r"--run_dir (runs/\S+)", block)
+            for variable, values in re.findall(r"for (\w+) in (.*?);", block):
+                names = [n.replace(f"${variable}", each) for n in names for each in values.split()]
+            for directory in {*map(Path, names)}:
+                for other, owner in owners.items():
+                    nested = directory.is_relative_to(other) or other.is_relative_to(directory)
+                    assert not nested or owner == (page, number), f"{page}: {directory}, {owner}"
+                owners[directory] = page, number
+    assert Path("runs/new/fsdp2_tp_pretrain") in owners  # a loop's variable is replaced
+
+
 def test_every_exercise_has_a_folded_answer_that_is_run():
     """And what an exercise's diff removes is in a script, once."""
     sections = re.split(r"(?m)^## ", TEXT["exercises.md"])[1:]
