@@ -1,6 +1,7 @@
 """Several nodes: one torchrun for each, in network namespaces of their own where permitted."""
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -45,12 +46,19 @@ class Launch:
     """The launchers of both nodes, each with its own cache."""
 
     def __init__(
-        self, nodes, ranks: int, script: str, flags: list[dict], folder, restarts: int = 0
+        self,
+        nodes,
+        ranks: int,
+        script: str,
+        flags: list[dict],
+        folder,
+        restarts: int = 0,
+        number: str = "2",
     ):
         self.folder, self.endpoint = folder, f"{nodes[0][1]}:{self.free_port()}"
         self.nodes, self.ranks, self.script = nodes, ranks, script
-        self.flags, self.restarts = flags, restarts
-        self.launchers = [self.start(number) for number in range(2)]
+        self.flags, self.restarts, self.number = flags, restarts, number
+        self.launchers = [self.start(i) for i in range(2 if number == "2" else 1)]
 
     @staticmethod
     def free_port() -> int:
@@ -65,10 +73,12 @@ class Launch:
         environment |= {"GLOO_SOCKET_IFNAME": device}
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         command = [
-            *prefix, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
+            *prefix, sys.executable, "-m", "torch.distributed.run",
+            f"--nnodes={self.number}",
             f"--nproc-per-node={self.ranks}", "--rdzv-backend=c10d", "--rdzv-id=test",
             f"--rdzv-endpoint={self.endpoint}", f"--local-addr={address}",
-            f"--rdzv-conf=is_host={number == 0}",  # host names cannot tell here
+            # Host names cannot tell which node it is here. Wait five seconds for another node.
+            f"--rdzv-conf=is_host={number == 0},last_call_timeout=5",
             f"--max-restarts={self.restarts}", f"{self.script}.py", *arguments(self.flags[number]),
         ]  # fmt: skip
         return subprocess.Popen(
@@ -146,6 +156,27 @@ def test_a_node_that_dies_ends_or_restarts_the_other(nodes, corpus, tmp_path):
 
     with ThreadPoolExecutor() as both:
         assert list(both.map(lose_a_node, [0, 1])) == [None, None]
+
+
+@pytest.mark.drill
+def test_a_number_of_nodes_that_changes(nodes, corpus, tmp_path):
+    """The second node joins while the first one trains, and dies later."""
+    flags = RUN_FLAGS | {"dataset": corpus, "run_dir": tmp_path / "run", "steps": 200}
+    flags |= {"checkpoint_every": 10, "timeout_minutes": 0.5}
+    launch = Launch(nodes, 1, "fsdp2_pretrain", [flags, flags], tmp_path, 9, "1:2")
+    wait_for_steps(launch, tmp_path / "run", 10)
+    launch.launchers.append(launch.start(1))
+    deadline = time.monotonic() + HANGS
+    while json.loads((tmp_path / "run/config.json").read_text())["world_size"] < 2:
+        assert time.monotonic() < deadline and launch.launchers[0].poll() is None
+        time.sleep(0.1)
+    wait_for_steps(launch, tmp_path / "run", len(metrics(tmp_path / "run")[0]) + 15)
+    launch.kill(1)
+    printed, errors = launch.launchers[0].communicate(timeout=HANGS)
+    launch.end()
+    assert launch.launchers[0].returncode == 0, errors
+    assert re.findall(r"on (\d) ranks", printed) == ["1", "2", "1"]
+    assert [line["step"] for line in metrics(tmp_path / "run")[0]] == [*range(1, 201)]
 
 
 @pytest.mark.drill
