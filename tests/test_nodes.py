@@ -161,8 +161,8 @@ def test_a_node_that_dies_ends_or_restarts_the_other(nodes, corpus, tmp_path):
 @pytest.mark.drill
 def test_a_number_of_nodes_that_changes(nodes, corpus, tmp_path):
     """The second node joins while the first one trains, and dies later."""
-    flags = RUN_FLAGS | {"dataset": corpus, "run_dir": tmp_path / "run", "steps": 200}
-    flags |= {"checkpoint_every": 10, "timeout_minutes": 0.5}
+    flags = RUN_FLAGS | {"dataset": corpus, "run_dir": tmp_path / "run", "eval_every": 1000}
+    flags |= {"steps": 250, "global_batch_tokens": 1024, "checkpoint_every": 50}
     launch = Launch(nodes, 1, "fsdp2_pretrain", [flags, flags], tmp_path, 9, "1:2")
     wait_for_steps(launch, tmp_path / "run", 10)
     launch.launchers.append(launch.start(1))
@@ -176,7 +176,7 @@ def test_a_number_of_nodes_that_changes(nodes, corpus, tmp_path):
     launch.end()
     assert launch.launchers[0].returncode == 0, errors
     assert re.findall(r"on (\d) ranks", printed) == ["1", "2", "1"]
-    assert [line["step"] for line in metrics(tmp_path / "run")[0]] == [*range(1, 201)]
+    assert [line["step"] for line in metrics(tmp_path / "run")[0]] == [*range(1, 251)]
 
 
 @pytest.mark.drill

@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from conftest import ROOT
+from grid import share
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers
 from tokenizers.pre_tokenizers import (
     BertPreTokenizer,
@@ -94,8 +95,11 @@ def check(tokenizer: common.Tokenizer, texts: list[str]) -> None:
         assert (ids.tolist(), ids.dtype) == (expected.ids, np.uint32), ascii(text)
 
 
-@pytest.mark.parametrize("step", [101, pytest.param(1, marks=pytest.mark.drill)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind, step",
+    [(kind, 101) for kind in KINDS]
+    + [pytest.param(kind, 1, marks=pytest.mark.drill) for kind in share(KINDS)],
+)
 def test_characters_are_split_alike(kind, step):
     """Beside letters, digits, spaces, an apostrophe and itself: a sample here, all in the drill."""
     assert common.fast_tokenizer(make(kind))
