@@ -12,9 +12,9 @@ computes, its unsharded parameters as well. FSDP2 shards each parameter along di
 Communication volume per step, with P and G the bytes of parameters and gradients: an all-gather of
 each block's parameters before its forward and another one before its backward, 2P(N-1)/N in all,
 and a reduce-scatter of its gradients after its backward, G(N-1)/N. That is 1.5 times DDP's volume
-(equal to it in bf16, which halves P). Most of it overlaps with the compute of the
-neighboring blocks. With gradient accumulation, each micro-batch all-gathers and reduce-scatters
-again, so that a rank keeps no more than its shard of the gradients.
+(equal to it in bf16, which halves P). Most of it overlaps with the compute of the neighboring
+blocks. With gradient accumulation, each micro-batch all-gathers and reduce-scatters again, so that
+a rank keeps no more than its shard of the gradients.
 
 The idea is ZeRO-3 (arXiv 1910.02054). PyTorch FSDP is described in arXiv 2304.11277.
 """

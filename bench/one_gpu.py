@@ -1,15 +1,22 @@
 """Where the memory of one GPU goes, by the dry run: one row for each setting.
 
     python bench/one_gpu.py
+    python bench/one_gpu.py seconds
 
 Qwen2-0.5B's shape with the GPT-2 vocabulary under DDP on one rank, which is the plain case, in
 bf16. A step has 16,384 tokens in sequences of 2,048. It is the table of docs/one_gpu.md.
+
+seconds: what recomputation costs the default model on this CPU, for 20 steps of each mode in turns.
 """
 
+import os
+import statistics
+import time
 from typing import Any
 
 import shared
 import strategies
+import torch
 from dry_run import GIB
 
 import ddp_pretrain
@@ -41,8 +48,34 @@ def row(setting: str) -> str:
     return f"| {setting} | {sizes} | {seen.flops / 1e12:.0f} |"
 
 
+def print_seconds() -> None:
+    """Print the CPU seconds of a step with and without recomputation."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+    torch.set_num_threads(1)  # threads that wait for each other would count too
+    sessions, streams, data = {}, {}, None
+    for mode in ("none", "selective", "full"):
+        config = ddp_pretrain.Config(activation_checkpointing=mode)
+        sessions[mode] = shared.Session(ddp_pretrain, config, data)
+        data = sessions[mode].data
+        streams[mode] = sessions[mode].batches(0, 21)
+    seconds: dict[str, list[float]] = {mode: [] for mode in sessions}
+    for _ in range(21):
+        for mode, session in sessions.items():
+            batch = next(streams[mode])
+            began = time.process_time()
+            session.train_step(batch)
+            seconds[mode].append(time.process_time() - began)
+    print("| CPU seconds of a step | best | median |", "| --- | --- | --- |", sep="\n")
+    for mode, found in seconds.items():
+        found = found[1:]  # the first one warms up
+        print(f"| {mode} | {min(found):.2f} | {statistics.median(found):.2f} |")
+
+
 def main() -> None:
-    shared.read(__doc__)
+    reader = shared.parser(__doc__)
+    reader.add_argument("what", nargs="?", choices=["memory", "seconds"], default="memory")
+    if reader.parse_args().what == "seconds":
+        return print_seconds()
     print("| a step of 16,384 tokens | state | activations | other | peak in GiB | TFLOPs |")
     print("| --- | --- | --- | --- | --- | --- |")
     for setting in SETTINGS:
