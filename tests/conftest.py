@@ -283,13 +283,19 @@ def launch(
     return result
 
 
-def launch_cases(ranks: int, worker: str, directory: Path, cases: dict, **flags: Any) -> dict:
-    """Return what the ranks of a worker saw, case by case. It has to end without a warning."""
+def launch_cases(
+    ranks: int, worker: str, directory: Path, cases: dict, silent: bool = False, **flags: Any
+) -> dict:
+    """Return what the ranks of a worker saw, case by case. It has to end without a warning.
+
+    silent: and without any other word on stderr.
+    """
     import torch
 
     out = directory / f"seen_{ranks}.pt"
     done = launch(ranks, worker, {"out": out, "cases": json.dumps(cases)} | flags)
     assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
+    assert not (silent and done.stderr), done.stderr
     return torch.load(out, weights_only=False)
 
 

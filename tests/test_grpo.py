@@ -231,13 +231,13 @@ ALONE = ["plain", "inner", "packed inner"]  # on one rank too
 def seen(flags, experts, tmp_path_factory) -> dict:
     modes = {mode: flags | own for mode, own in MODES.items()}
     modes["experts"] |= dict.fromkeys(("init_from", "model", "tokenizer"), experts)
-    return launch_cases(2, "grpo_worker", tmp_path_factory.mktemp("two"), modes)
+    return launch_cases(2, "grpo_worker", tmp_path_factory.mktemp("two"), modes, silent=True)
 
 
 @pytest.fixture(scope="module")
 def alone(flags, tmp_path_factory) -> dict:
     modes = {mode: flags | MODES[mode] for mode in ALONE}
-    return launch_cases(1, "grpo_worker", tmp_path_factory.mktemp("one"), modes)
+    return launch_cases(1, "grpo_worker", tmp_path_factory.mktemp("one"), modes, silent=True)
 
 
 @pytest.mark.parametrize(
@@ -1264,7 +1264,7 @@ def test_compiled_sequences_of_many_lengths(flags, tmp_path):
     modes["compile"] = modes["plain"] | {"compile": True}
     modes["packed"] = modes["compile"] | {"batching": "packed"}
     modes["few"] = modes["inner"] | {"compile": True, "pad_to_multiple_of": 16}
-    seen = launch_cases(2, "grpo_worker", tmp_path, modes)
+    seen = launch_cases(2, "grpo_worker", tmp_path, modes, silent=True)
     for mode in ("compile", "packed"):
         check_same(seen[mode], seen["plain"])
         check_ratio(seen[mode])
