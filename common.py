@@ -1,13 +1,12 @@
-"""Data and checkpoint helpers of the training scripts, and the plumbing of a run.
+"""Data and checkpoint helpers. This file imports no other file of the collection: copy it whole.
 
-Nothing here knows a parallel strategy, an optimizer or a training loop. Those are in the scripts.
 Data flows one way, and the sections below follow it:
 
     corpus -> tokens of whole documents (cached on disk) -> sequences -> batch plan (a pure function
     of lengths, seed and epoch) -> micro-batch
 
-Functions that read data take a data-parallel rank and size: which part of each global batch this
-rank trains on, and in how many parts it is split.
+`dp_rank` and `dp_size`: a rank gets the micro-batches dp_rank, dp_rank + dp_size, ... of each
+global batch. `config`: any object with the flags that a function reads, named as in run.py.
 
     python common.py export CHECKPOINT OUT [bfloat16]    write its weights in Hugging Face form
 
@@ -18,12 +17,8 @@ Load only checkpoints that you trust, and share the Hugging Face form (safetenso
 import ast
 import bisect
 import contextlib
-import ctypes
 import dataclasses
-import datetime
-import fcntl
 import functools
-import gc
 import glob
 import inspect
 import itertools
@@ -32,16 +27,12 @@ import math
 import os
 import re
 import shutil
-import signal
 import sys
-import time
-import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NoReturn
 
 import datasets
 import fastokens
@@ -55,151 +46,61 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import transformers
 import xxhash
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
-from pydantic.dataclasses import dataclass
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.stateful import Stateful
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.core_model_loading import revert_weight_conversion
 
-SHARED = [__file__]  # files whose copy a run keeps; chat.py adds itself
 IGNORED = -100  # label of a position that is not in the loss, as in torch's cross entropy
 
 
-# --- Flags ----------------------------------------------------------------------------------------
-
-
-def flag(default: Any, help: str):
-    """Declare a command-line flag: a dataclass field with a default and a help text."""
-    return field(default=default, metadata={"help": help})
-
-
-@dataclass
-class Flags:
-    """The flags that all scripts share."""
-
-    # data
-    tokenizer: str = flag("bytes", "bytes, a tiktoken encoding (gpt2), or a directory or hub id")
-    dataset: str = flag(
-        "stdlib", "stdlib, a hub id, or a .parquet .jsonl .json .txt file, glob or URL"
-    )
-    dataset_config: str | None = flag(None, "configuration name of a hub dataset")
-    dataset_split: str = flag("train", "split, as in datasets.load_dataset")
-    max_length: PositiveInt = flag(512, "longest sequence in tokens; longer documents are split")
-    pad_to_multiple_of: PositiveInt = flag(1, "round sequence lengths up to a multiple of this")
-    batching: Literal["bucketed", "packed"] = flag(
-        "bucketed",
-        "bucketed: sequences of similar length, padded on the right. packed: whole documents "
-        "packed into one sequence, with attention within each document",
-    )
-    micro_batch_tokens: PositiveInt = flag(
-        2048, "token positions of one forward pass of one rank, padding included"
-    )
-    seed: NonNegativeInt = flag(0, "seed of initial weights and data order")
-
-    # checkpoints
-    checkpoint_every: PositiveInt = flag(100, "steps between checkpoints; the last step saves too")
-    keep_checkpoints: PositiveInt = flag(2, "how many of the newest checkpoints to keep")
-    checkpoint_style: Literal["stateful", "separate"] = flag(
-        "separate",
-        "stateful: model and optimizer in one Stateful object. separate: a state dict for each. "
-        "Every script reads both",
-    )
-    async_checkpoint: bool = flag(False, "continue training while a checkpoint is written")
-    resume: str = flag(
-        "auto", "auto, never, or a checkpoint's path (it holds a pickle: use only trusted ones)"
-    )
-
-    # the run
-    steps: NonNegativeInt = flag(
-        550, "optimizer steps of the whole run; 0 prepares the data and exits"
-    )
-    run_dir: str = flag(f"runs/{Path(sys.argv[0]).stem}", "directory for everything a run writes")
-    untested_model: bool = flag(
-        False, "train a model type that was never compared with plain transformers, with a warning"
-    )
-    timeout_minutes: PositiveFloat = flag(10.0, "longest wait for another rank, in minutes")
-    trace_steps: list[PositiveInt] | None = flag(None, "first and last step to profile")
-    wandb_project: str | None = flag(None, "also log to this Weights & Biases project")
-
-    def __post_init__(self):
-        multiple = self.pad_to_multiple_of
-        if math.ceil(self.max_length / multiple) * multiple > self.micro_batch_tokens:
-            raise ValueError("--micro_batch_tokens cannot hold a padded sequence of --max_length")
-
-
-def check_global_batch(config: Any, dp_size: int):
-    """Raise ValueError unless all data-parallel ranks get equally many micro-batches."""
-    unit = config.micro_batch_tokens * dp_size
-    if config.global_batch_tokens % unit:
-        raise ValueError(
-            f"--global_batch_tokens {config.global_batch_tokens} is not a multiple of {unit} "
-            f"(--micro_batch_tokens x {dp_size} data-parallel ranks)"
-        )
-
-
-def parse_config(config_class: type):
-    """Parse the command line into the script's Config."""
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if tasks != "1" and os.environ["WORLD_SIZE"] == "1":
-        refuse(
-            f"srun runs this {tasks} times, each on its own: let it start torchrun (docs/runs.md)"
-        )
-    parser = transformers.HfArgumentParser(config_class, allow_abbrev=False)
-    parser.error = refuse
-    try:
-        config = config_class(**vars(parser.parse_args()))
-    except ValidationError as error:
-        problem = error.errors()[0]
-        # `loc` has the flag; it is empty if `__post_init__` raised the error.
-        name = "".join(f"--{name} " for name in problem["loc"])
-        refuse(name + problem["msg"].removeprefix("Value error, "))
-    if config.init_from:
-        config.init_from = fetch_weights(config.init_from)
-        # Weights bring their architecture and tokenizer, unless the command line sets others.
-        given = {word.split("=")[0] for word in sys.argv}
-        for name in ("model", "tokenizer"):
-            if f"--{name}" not in given:
-                setattr(config, name, config.init_from)
-    return config
-
-
-# --- Errors and endings ---------------------------------------------------------------------------
+# --- Errors that a user causes --------------------------------------------------------------------
 
 
 class Refusal(Exception):
-    """Ends the program with one line on stderr, see `launch`."""
+    """What a user has to change, in one line. `run.launch` prints it without a traceback."""
 
 
-def refuse(message: str):
+class LeftOut(Exception):
+    """Why a row of the data is not trained on. A run counts the reasons: "12 documents ..."."""
+
+
+def refuse(message: str) -> NoReturn:
     """End with the line `error: message`."""
     raise Refusal(" ".join(message.split()))
 
 
 @contextlib.contextmanager
-def refusing(what: str):
-    """End with one line, as `refuse`, if a library call in here fails, quoting its reason."""
+def refusing(what: str, *kinds: type[BaseException]) -> Iterator[None]:
+    """End with one line, as `refuse`, if a library call in here fails, quoting its reason.
+
+    Leave code out of it that somebody may edit, because bugs need their traceback. Or name the
+    `kinds` of errors that do not come from bugs.
+    """
+    kinds = kinds or (Exception, dcp.CheckpointException)  # DCP's is not an Exception
     try:
         yield
     except Refusal:
         raise
-    except (Exception, dcp.CheckpointException) as error:  # DCP's is not an Exception
+    except kinds as error:
         if lost_connection(error) and dist.is_initialized():
             raise
         for failure, _ in getattr(error, "failures", {}).values():  # DCP's, of each rank
             error = failure
-        while error.__cause__ and not isinstance(error, OSError):
+        while error.__cause__ and not isinstance(error, OSError | UnicodeError):
             error = error.__cause__
         refuse(f"{what}: {str(error)[:400] or 'nothing is there'}")
 
 
-def lost_connection(error: BaseException):
+def lost_connection(error: BaseException) -> bool:
     """Return whether a collective failed because of another rank: it exited, or it is too slow."""
     # A web request of wandb or of a reward can time out too, with errors of other types.
     from_torch = isinstance(error, RuntimeError | dcp.CheckpointException)
@@ -207,56 +108,10 @@ def lost_connection(error: BaseException):
     return from_torch and ("connection" in text or "timed out" in text)
 
 
-def launch(main: Callable):
-    """Run a script's `main`. On an error, print it and exit at once.
-
-    The exit code is 2 for input that cannot work, and 1 for a failure once training has begun.
-    `os._exit`, because a regular shutdown with live communication threads can hang or abort.
-    """
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        # The kernel sends SIGTERM when torchrun dies. Otherwise ranks would train on unseen.
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
-        # If it has died already, init has adopted this rank. (In containers, init can be torchrun.)
-        if os.getppid() == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes():
-            os._exit(1)
-    if "WORLD_SIZE" not in os.environ:  # without torchrun: one rank
-        os.environ |= {
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "WORLD_SIZE": "1",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": "0",
-        }
-    # Sequences of many lengths fragment the GPU's memory; expandable segments avoid that.
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that are not UTF-8
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the first step there is nothing to save
-    try:
-        return main()
-    except (Exception, dcp.CheckpointException) as error:  # DCP's is not an Exception
-        message, code, cause = traceback.format_exc(), 1, True
-        if isinstance(error, Refusal):
-            message, code = f"error: {error}", 1 if Run.current else 2
-            cause = os.environ["LOCAL_RANK"] == "0"  # one of a node's ranks prints it
-        elif lost_connection(error):
-            cause = False
-            message = (
-                f"rank {os.environ['RANK']} lost another rank, or waited for it longer than "
-                f"--timeout_minutes: {error!r:.400}"
-            )
-    # torchrun kills every rank as soon as one exits, so the rank with the root cause prints first
-    # and the others wait five seconds.
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if not cause:
-        time.sleep(5)
-    print(message, file=sys.stderr)
-    if Run.current and Run.current.wandb:
-        Run.current.wandb.finish(exit_code=code)  # otherwise the last steps would be lost
-    os._exit(code)
+# --- Small helpers --------------------------------------------------------------------------------
 
 
-def say(text: str):
+def say(text: str) -> None:
     """Print on rank 0. A closed pipe (`| head -1`) or a full disk does not end the run."""
     if os.environ.get("RANK", "0") != "0":
         return
@@ -264,6 +119,34 @@ def say(text: str):
         print(text, flush=True)
     except OSError:
         sys.stdout = open(os.devnull, "w")
+
+
+def gather(value: Any) -> list:
+    """Return the values of all ranks. A collective."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def differences(before: dict, now: dict, names: list) -> list[str]:
+    """Return in which of these names two descriptions of a run differ, and how.
+
+    A name that `before` lacks is not compared: an older version did not record it.
+    """
+    return [
+        f"{name} {before[name]} (now {now.get(name)})"
+        for name in names
+        if name in before and before[name] != now.get(name)
+    ]
+
+
+def fingerprint(*values: Any) -> str:
+    """Return a 128-bit hash of the values' JSON: a cache key, or a check for changes."""
+    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True, default=str).encode())
+
+
+def write_json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
 
 
 # --- Tokenizers -----------------------------------------------------------------------------------
@@ -290,13 +173,7 @@ class Tokenizer(PreTrainedTokenizerFast):
 """  # of the file tokenization.py
 
 
-def fingerprint(*values: Any):
-    """Return a 128-bit hash of the values' JSON: a cache key, or a check for changes."""
-    return xxhash.xxh3_128_hexdigest(json.dumps(values, sort_keys=True, default=str).encode())
-
-
-@functools.cache
-def load_tokenizer(name: str):
+def load_tokenizer(name: str) -> Tokenizer:
     """Return the tokenizer of --tokenizer: bytes, a tiktoken encoding, or a directory or hub id."""
     if name == "bytes":
         return from_tiktoken(
@@ -322,7 +199,7 @@ def load_tokenizer(name: str):
     return tokenizer
 
 
-def from_tiktoken(encoding: tiktoken.Encoding):
+def from_tiktoken(encoding: tiktoken.Encoding) -> Tokenizer:
     """Return the transformers tokenizer that gives the same ids as a tiktoken encoding."""
     converter = TikTokenConverter(
         pattern=encoding._pat_str, extra_special_tokens=encoding._special_tokens
@@ -340,18 +217,29 @@ def from_tiktoken(encoding: tiktoken.Encoding):
     return tokenizer
 
 
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """Return the largest id + 1. Some tokenizers skip ids, so it is not the number of tokens."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
 @functools.cache
-def fast_tokenizer(tokenizer: Tokenizer):
-    """Return the tokenizer in fastokens, or None if fastokens does not support all of it.
+def fast_tokenizer(tokenizer: Tokenizer) -> fastokens.Tokenizer | None:
+    """Return the tokenizer in fastokens, or None where its ids could differ.
 
-    It encodes byte-level BPE (GPT-2, Llama 3, Qwen, ...) several times as fast. Call this once all
-    tokens are added.
+    fastokens encodes byte-level BPE (GPT-2, Llama 3, Qwen, ...) 20 to 60 times as fast as
+    `tokenizers`. Call this once all tokens are added.
     """
-    with contextlib.suppress(ValueError):
-        return fastokens.Tokenizer.from_json_str(tokenizer.backend_tokenizer.to_str())
+    text = tokenizer.backend_tokenizer.to_str()
+    model = json.loads(text)["model"]
+    # Without these, BPE has no token for some characters, and the libraries skip them differently.
+    complete = model.get("unk_token") or model.get("byte_fallback") or "ByteLevel" in text
+    if model.get("dropout") or not complete:
+        return None
+    with contextlib.suppress(ValueError):  # what fastokens does not support
+        return fastokens.Tokenizer.from_json_str(text)
 
 
-def encode_text(text: str, tokenizer: Tokenizer):
+def encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
     """Return the ids of a text (uint8 or uint32), with those that the tokenizer adds (bos).
 
     Special tokens that the text spells out stay plain text.
@@ -375,7 +263,7 @@ READERS = {".parquet": "parquet", ".jsonl": "text", ".json": "json", ".txt": "te
 JSON = "a line of JSON"  # column of .jsonl files; `tokenize` parses it
 
 
-def standard_library_files():
+def standard_library_files() -> list[str]:
     """Return the source files of Python's standard library, without tests and tables."""
     skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "ensurepip"}
     files = []
@@ -385,7 +273,7 @@ def standard_library_files():
     return sorted(files)
 
 
-def standard_library_documents(files: list):
+def standard_library_documents(files: list) -> Iterator[dict]:
     """Yield each top-level function or class as a document."""
     for file in files:
         source = Path(file).read_text(encoding="utf-8", errors="replace")
@@ -396,86 +284,86 @@ def standard_library_documents(files: list):
                 yield {"text": "".join(lines[first - 1 : node.end_lineno])}
 
 
-EMBEDDED = {"stdlib": standard_library_documents}  # fine-tuning adds its own
+CORPORA = {"stdlib": standard_library_documents}  # those that need no file
 
 
-def open_dataset(name: str, configuration: str | None, split: str):
-    """Open --dataset: an embedded corpus, a file, glob or URL, or a hub id."""
+def open_dataset(config: Any, corpora: dict) -> datasets.Dataset:
+    """Open --dataset: one of `corpora`, a file, glob or URL, or a hub id."""
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our error line says what matters
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    if name in EMBEDDED:
+    name, split = config.dataset, config.dataset_split
+    if name in corpora:
         return datasets.Dataset.from_generator(
-            EMBEDDED[name], gen_kwargs={"files": standard_library_files()}
+            corpora[name], gen_kwargs={"files": standard_library_files()}
         )
-    known_suffixes = [suffix for suffix in Path(name).suffixes if suffix in READERS]
-    if not known_suffixes:
-        return datasets.load_dataset(name, configuration, split=split)
-    suffix = known_suffixes[-1]  # the last one counts: a.txt.jsonl.gz is JSON
-    size = sum(map(os.path.getsize, glob.glob(name, recursive=True)))
-    corpus = datasets.load_dataset(
-        READERS[suffix],
-        fingerprint(size),  # part of the cache key, which has names and times of files
-        data_files=name,
-        split=split,
-        download_config=datasets.DownloadConfig(),  # downloads a file again that has changed
-        # Or datasets would write texts as JSON where a column has values of other types.
-        **({"on_mixed_types": None} if suffix == ".json" else {}),
-    )
-    return corpus.rename_column("text", JSON) if suffix == ".jsonl" else corpus
+    with refusing(
+        f"--dataset (hub id, .parquet, .jsonl, .json, .txt or FOLDER/*.txt) {name} cannot be read"
+    ):
+        known_suffixes = [suffix for suffix in Path(name).suffixes if suffix in READERS]
+        if not known_suffixes:
+            return datasets.load_dataset(name, config.dataset_config, split=split)
+        suffix = known_suffixes[-1]  # the last one counts: a.txt.jsonl.gz is JSON
+        size = sum(map(os.path.getsize, glob.glob(name, recursive=True)))
+        corpus = datasets.load_dataset(
+            READERS[suffix],
+            fingerprint(size),  # part of the cache key, which has names and times of files
+            data_files=name,
+            split=split,
+            download_config=datasets.DownloadConfig(),  # downloads a file again that has changed
+            # Or datasets would write texts as JSON where a column has values of other types.
+            **({"on_mixed_types": None} if suffix == ".json" else {}),
+        )
+        return corpus.rename_column("text", JSON) if suffix == ".jsonl" else corpus
 
 
 # --- Documents: tokens on disk --------------------------------------------------------------------
 
 # Part of the cache key. NOTE: raise it when you change what the cache holds. The key also has the
 # source of the function that tokenizes a document, but not of the functions that this one calls.
-CACHE_VERSION = 4
+CACHE_VERSION = 5
 
 
-def tokenize_text(row: dict, tokenizer: Tokenizer):
+def tokenize_text(row: dict, tokenizer: Tokenizer) -> tuple:
     """Tokenize a text and its end-of-text token. Every prediction is in the loss.
 
     Returns:
         tokens: ids, of any integer type, [length + 1].
         in_loss: bool [length + 1], which tokens are targets (the first one never is).
-        group: what decides on which side of the split the document is. Documents with the same are
-            on the same side: equal texts, or all answers to one prompt.
+        group: documents with equal groups go to the same side of the split. Here those are equal
+            texts; in fine-tuning, all answers to one prompt.
         num_bytes: of the text, for bits per byte; 0 for conversations.
 
     Raises:
-        ValueError: why the document is left out.
+        LeftOut: why the document is left out.
     """
     [text] = row.values() or [None]
     if not isinstance(text, str) or not text:
-        raise ValueError("hold no text")
+        raise LeftOut("hold no text")
     tokens = encode_text(text, tokenizer)
     if tokenizer.eos_token_id not in tokens[-1:]:  # some tokenizers write it
         tokens = np.append(tokens, np.uint32(tokenizer.eos_token_id))
     return tokens, np.ones(len(tokens), bool), text, len(text.encode())
 
 
-def tokenize(batch: dict, columns: list, function: Callable, tokenizer: Tokenizer, dtype: np.dtype):
+def tokenize(
+    batch: dict, columns: list, function: Callable, tokenizer: Tokenizer, dtype: np.dtype
+) -> pyarrow.Table:
     """Return what the cache holds of a batch of rows, as a table, with token ids of this type.
 
     Args:
         batch: the rows as columns, name -> list of values.
     """
     documents = []
-    for values in zip(*batch.values()):  # read here, so that a file with broken UTF-8 is refused
-        row = dict(zip(batch, values))
+    for values in zip(*batch.values()):  # fails for text that is not UTF-8
         tokens = in_loss = []
         group = left_out = ""
         num_bytes = 0
         try:
-            # Each row has its own types. A reader of whole columns would guess one for all of them.
-            if JSON in row:
-                row = json.loads(row[JSON].removeprefix("\ufeff"))  # a byte order mark
-            row = {name: row[name] for name in columns if isinstance(row, dict) and name in row}
+            row = parse_row(dict(zip(batch, values)), columns)
             tokens, in_loss, group, num_bytes = function(row, tokenizer)
-        except json.JSONDecodeError:
-            left_out = "are broken JSON"
-        except ValueError as problem:
-            left_out = str(problem)
+        except LeftOut as reason:
+            left_out = str(reason)
         documents.append(
             {
                 "tokens": np.asarray(tokens, dtype),
@@ -490,7 +378,29 @@ def tokenize(batch: dict, columns: list, function: Callable, tokenizer: Tokenize
     return pyarrow.Table.from_pylist(documents)
 
 
-def load_documents(config: Flags, columns: list, function: Callable, tokenizer: Tokenizer):
+def parse_row(row: dict, columns: list) -> dict:
+    """Return the columns of a row that are there. A line of JSON has its own types."""
+    # A reader of whole columns would guess one type for all rows.
+    if JSON in row:
+        row = parse_json(row[JSON].removeprefix("\ufeff"))  # a byte order mark
+    return {name: row[name] for name in columns if isinstance(row, dict) and name in row}
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON of the data, or raise LeftOut."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise LeftOut("are broken JSON") from None
+
+
+def load_documents(
+    config: Any,
+    columns: list,
+    function: Callable,
+    tokenizer: Tokenizer,
+    corpora: dict = CORPORA,
+) -> datasets.Dataset:
     """Tokenize --dataset with several processes, once for all runs and all --max_length.
 
     Returns a dataset, memory-mapped from disk, with the columns that `tokenize` writes. Documents
@@ -499,47 +409,47 @@ def load_documents(config: Flags, columns: list, function: Callable, tokenizer: 
     Args:
         columns: those to read if they are there.
         function: a module-level function as `tokenize_text`.
+        corpora: name -> generator of documents, for names of --dataset that are no files.
     """
-    with refusing(
-        f"--dataset (hub id, .parquet, .jsonl, .json, .txt or FOLDER/*.txt) {config.dataset} "
-        "cannot be read"
-    ):
-        corpus = open_dataset(config.dataset, config.dataset_config, config.dataset_split)
-        present = [column for column in [JSON, *columns] if column in corpus.column_names]
-        if not present:
-            raise ValueError(f"it has no column {' or '.join(columns[:4])}: {corpus.column_names}")
-        corpus = corpus.select_columns(present)
-        # NOTE: without a key of our own, datasets would hash the function. One that it cannot hash
-        # gets a new key each time, so every rank and every run would tokenize again.
-        key = fingerprint(
-            corpus._fingerprint,
-            CACHE_VERSION,
-            columns,
-            inspect.getsource(function),
-            tokenizer.special_tokens_map,
-            tokenizer.chat_template,
-            tokenizer.backend_tokenizer.to_str(),
+    corpus = open_dataset(config, corpora)
+    present = [column for column in [JSON, *columns] if column in corpus.column_names]
+    if not present:
+        names = " or ".join(columns[:4])
+        refuse(f"--dataset {config.dataset} has no column {names}: {corpus.column_names}")
+    corpus = corpus.select_columns(present)
+    # NOTE: without a key of our own, datasets would hash the function. One that it cannot hash
+    # gets a new key each time, so every rank and every run would tokenize again.
+    key = fingerprint(
+        corpus._fingerprint,
+        CACHE_VERSION,
+        columns,
+        inspect.getsource(function),
+        tokenizer.special_tokens_map,
+        tokenizer.chat_template,
+        tokenizer.backend_tokenizer.to_str(),
+    )
+    # macOS cannot tell which CPUs a process may use.
+    num_cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    # The first rank of a node does the work, and the others wait and read the cache. This happens
+    # before the ranks meet, because the time that a collective may take is limited.
+    lock = filelock.FileLock(f"{datasets.config.HF_DATASETS_CACHE}/{key}.lock")
+    # A full disk, or text that is not UTF-8. A bug in `function` shows its traceback.
+    kinds = (OSError, UnicodeError, pyarrow.ArrowException)
+    with lock, refusing(f"--dataset {config.dataset} cannot be tokenized", *kinds):
+        documents = corpus.map(
+            tokenize,
+            # Each call takes as long as the tokens of a short document. The table that it returns
+            # replaces the columns of the batch.
+            batched=True,
+            fn_kwargs={
+                "columns": columns,
+                "function": function,
+                "tokenizer": tokenizer,
+                "dtype": np.min_scalar_type(vocabulary_size(tokenizer) - 1),  # holds all ids
+            },
+            new_fingerprint=key,
+            num_proc=min(num_cpus, len(corpus) // 1000),
         )
-        # macOS cannot tell which CPUs a process may use.
-        num_cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-        # The first rank of a node does the work, and the others wait and read the cache. This
-        # happens before the ranks meet, because the time that a collective may take is limited.
-        with filelock.FileLock(f"{datasets.config.HF_DATASETS_CACHE}/{key}.lock"):
-            documents = corpus.map(
-                tokenize,
-                # Each call takes as long as the tokens of a short document. The table that it
-                # returns replaces the columns of the batch.
-                batched=True,
-                fn_kwargs={
-                    "columns": columns,
-                    "function": function,
-                    "tokenizer": tokenizer,
-                    # The smallest type that holds all ids. Some tokenizers skip ids.
-                    "dtype": np.min_scalar_type(max(tokenizer.get_vocab().values())),
-                },
-                new_fingerprint=key,
-                num_proc=min(num_cpus, len(corpus) // 1000),
-            )
     for found in documents.data["left_out"].value_counts().to_pylist():
         if found["values"]:
             say(f"{found['counts']:,} documents are left out, because they {found['values']}")
@@ -548,10 +458,10 @@ def load_documents(config: Flags, columns: list, function: Callable, tokenizer: 
 
 @dataclasses.dataclass
 class Sequences:
-    """Token sequences: views of tokenized documents, which are memory-mapped from disk.
+    """Token sequences, each a whole document or a piece of one, memory-mapped from disk.
 
     Args:
-        documents: a dataset with the tokens and loss masks of whole documents.
+        documents: of `load_documents`, with the tokens and loss masks of whole documents.
         index: a record array, int32, with one entry per sequence: document and start (where it
             begins), lengths (predictions, one fewer than tokens), num_targets (predictions in the
             loss).
@@ -564,7 +474,7 @@ class Sequences:
         self.lengths = self.index.lengths
         self.num_targets = self.index.num_targets
 
-    def read(self, i: int):
+    def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens (int64) and loss mask (bool) of sequence i, [length + 1]."""
         document, start, length, _ = self.index[i].tolist()
         part = slice(start, start + length + 1)
@@ -574,7 +484,7 @@ class Sequences:
         tokens = np.asarray(row["tokens"][0].values[part], np.int64)
         return tokens, np.asarray(row["in_loss"][0].values[part])
 
-    def sequences(self, max_length: int):
+    def split(self, max_length: int) -> "Sequences":
         """Return all documents in pieces of at most `max_length`.
 
         Splitting loses no prediction: the last token of a piece is the first of the next one.
@@ -588,11 +498,13 @@ class Sequences:
         return Sequences(self.documents, index)
 
 
-def split(documents: datasets.Dataset, validation_tokens: float):
-    """Return the documents for training and for validation, as sequences in the order of hashes.
+def train_validation_split(
+    documents: datasets.Dataset, validation_tokens: float
+) -> tuple[Sequences, Sequences]:
+    """Return the documents for training and for validation, in the order of their hashes.
 
-    Held out are those with the smallest hashes: 2 % of all possible ones, or 5,000 documents.
-    So a document is on the same side in every run and script, whatever is left out beside it.
+    Validation are those with the smallest hashes: 2 % of all possible ones, or 5,000 documents.
+    A document is on the same side in every run and script, whatever is left out beside it.
     Validation gets the first of them that have `validation_tokens`.
     """
     table = documents.data.select(["group", "lengths", "num_targets"]).to_pandas()
@@ -618,7 +530,7 @@ def split(documents: datasets.Dataset, validation_tokens: float):
 # --- Batch plan: which sequences form each micro-batch -------------------------------------------
 
 
-def bucket(lengths: np.ndarray, budget: int):
+def bucket(lengths: np.ndarray, budget: int) -> Iterator[slice]:
     """Split descending lengths into micro-batches with sequences x longest <= budget."""
     start = 0
     while start < len(lengths):
@@ -627,7 +539,7 @@ def bucket(lengths: np.ndarray, budget: int):
         start = stop
 
 
-def pack(lengths: np.ndarray, budget: int):
+def pack(lengths: np.ndarray, budget: int) -> list[list[int]]:
     """Pack descending lengths into micro-batches by best-fit decreasing (arXiv 2404.10830).
 
     Each sequence, the longest first, goes into the fullest micro-batch that has room for it.
@@ -654,9 +566,6 @@ class GlobalBatch:
         num_tokens: tokens without padding.
         squared_lengths: sum of squared sequence lengths, for the FLOPs of attention.
         padding_fraction: padding, as a fraction of all positions.
-        step: of training, from 1.
-        started, data_seconds: when the training loop asked for it, and how long it waited.
-        measured: what a strategy measures in the step, for metrics.jsonl.
     """
 
     micro_batches: list[dict]
@@ -664,10 +573,6 @@ class GlobalBatch:
     num_tokens: int
     squared_lengths: int
     padding_fraction: float
-    step: int = 0
-    started: float = 0.0
-    data_seconds: float = 0.0
-    measured: dict = field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -683,10 +588,10 @@ class Batches:
     """
 
     sequences: Any
-    config: Flags
+    config: Any
     padding_id: int
 
-    def plan(self, epoch: int):
+    def plan(self, epoch: int) -> list[np.ndarray]:
         """Return the micro-batches of an epoch, each an array of indices into `sequences`, int64.
 
         A pure function of lengths, flags and epoch. Micro-batches of all lengths are shuffled
@@ -711,7 +616,7 @@ class Batches:
             micro_batches += [window[part] for part in fill(lengths[window], budget)]
         return [micro_batches[i] for i in rng.permutation(len(micro_batches))]
 
-    def shape(self, indices: np.ndarray):
+    def shape(self, indices: np.ndarray) -> tuple[int, int]:
         """Return the number of sequences and the padded length of a micro-batch."""
         budget, multiple = self.config.micro_batch_tokens, self.config.pad_to_multiple_of
         if self.config.batching == "packed":
@@ -720,7 +625,7 @@ class Batches:
         # Compiled blocks need few shapes, so fill up with empty sequences: one shape per length.
         return len(indices) if multiple == 1 else budget // length, length
 
-    def collate(self, indices: np.ndarray):
+    def collate(self, indices: np.ndarray) -> dict:
         """Return the model's arguments for a micro-batch of these sequences.
 
         Right padding needs no attention mask, because no real token attends to what comes after it.
@@ -763,7 +668,7 @@ class Batches:
             micro_batch["max_length_q"] = longest
         return micro_batch
 
-    def global_batch(self, micro_batches: list, dp_rank: int, dp_size: int):
+    def global_batch(self, micro_batches: list, dp_rank: int, dp_size: int) -> GlobalBatch:
         """Collate one rank's share of a step's micro-batches, and count over all of them."""
         indices = np.concatenate(micro_batches)
         lengths = self.sequences.lengths[indices].astype(int)  # int64, for the squares
@@ -777,36 +682,34 @@ class Batches:
             padding_fraction=1 - num_tokens / positions,
         )
 
-    def stream(self, progress: dict, last_step: int, accumulation: int, dp_rank: int, dp_size: int):
-        """Yield the global batches of the steps after `progress`, up to `last_step`.
+    def stream(self, tokens: int, number: int, dp_rank: int, dp_size: int) -> Iterator[GlobalBatch]:
+        """Yield a rank's global batches of `number` micro-batches per rank, without end.
 
-        `progress` has the steps so far, and the target tokens that they trained on ("tokens").
-        A thread prepares the next one while the model trains on the current one. `accumulation` is
-        the number of micro-batches of a step, over all ranks.
+        A thread prepares the next one while the model trains on the current one.
+
+        Args:
+            tokens: target tokens that the run has trained on already.
         """
         # Every epoch has the same target tokens. So their number tells the epoch, and how much of
         # it is done, and no earlier epoch has to be planned.
         targets = self.sequences.num_targets
-        epoch, done = divmod(progress["tokens"], targets.sum())
+        epoch, done = divmod(tokens, targets.sum())
         micro_batches = itertools.chain.from_iterable(map(self.plan, itertools.count(epoch)))
         while done > 0:
             done -= targets[next(micro_batches)].sum()
 
         def prepare():
-            step = list(itertools.islice(micro_batches, accumulation))
+            step = list(itertools.islice(micro_batches, number * dp_size))
             return self.global_batch(step, dp_rank, dp_size)
 
         with ThreadPoolExecutor(1) as thread:
             prepared = thread.submit(prepare)
-            for step in range(progress["step"], last_step):
-                started = time.perf_counter()
+            while True:
                 batch = prepared.result()
-                batch.step, batch.started = step + 1, started
-                batch.data_seconds = time.perf_counter() - started
                 prepared = thread.submit(prepare)
                 yield batch
 
-    def evaluation(self, dp_rank: int, dp_size: int):
+    def evaluation(self, dp_rank: int, dp_size: int) -> Iterator[dict]:
         """Yield this rank's share of all sequences.
 
         All ranks get equally many micro-batches, because FSDP's forward is a collective. If the
@@ -819,8 +722,14 @@ class Batches:
                 micro_batch["labels"].fill_(IGNORED)
             yield micro_batch
 
+    def bytes_per_target(self) -> float:
+        """Return the bytes of text per target token; 0 for conversations, which have no count."""
+        index = self.sequences.index
+        documents = self.sequences.documents.data.fast_gather(np.unique(index.document))
+        return np.sum(documents["num_bytes"]) / index.num_targets.sum()
 
-def to_device(micro_batch: dict, device: torch.device):
+
+def to_device(micro_batch: dict, device: torch.device) -> dict:
     """Copy a micro-batch's tensors to the device, without waiting for the copies.
 
     Returns a new dict, on CPUs too: callers take entries out of it.
@@ -834,121 +743,10 @@ def to_device(micro_batch: dict, device: torch.device):
     }
 
 
-# --- Architecture and weights in Hugging Face form ------------------------------------------------
-
-# Model types of transformers that train here exactly as with plain transformers, bucketed and
-# packed. tests/test_types.py compares loss and gradients of each.
-BUCKETED_TYPES = """
-    afmoe arcee aria_text axk1 axk2 bailing_hybrid bamba bart beam biogpt bitnet blenderbot
-    blenderbot-small bloom codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl
-    deepseek_v2 deepseek_v3 deepseek_v32 diffllama doge dots1 dots3_note_text ernie4_5
-    ernie4_5_moe exaone exaone4 exaone_moe falcon falcon_mamba flex_olmo flint gemma gemma2
-    gemma3_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2
-    gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe
-    granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense
-    hunyuan_v1_moe hy_v3 hy_v4 hyperclovax internlm3 iquestcoder jais2 jamba jetmoe kimi_linear
-    kolibri1 laguna lara_mini lfm2 lfm2_moe lfm3 llama longcat_flash mamba mamba2 marian mbart
-    mellum mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral
-    mixtral moshi mpt mvp nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt pegasus
-    persimmon phi phi3 phimoe plbart qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text
-    qwen3_moe qwen3_next qwen4_exp_text sarvam_mla sarvam_moe seed_oss smollm3 solar_open
-    stablelm starcoder2 trocr vaultgemma whisper youtu zaya
-"""
-PACKED_TYPES = """
-    afmoe arcee aria_text axk1 beam biogpt bitnet codegen cohere cohere2 cohere2_moe
-    cohere_compass_text ctrl deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe
-    exaone exaone4 exaone_moe flex_olmo gemma gemma2 gemma3_text gemma4_text gemma4_unified_text
-    glm glm4 glm4_moe glm4_moe_lite gpt2 gpt_bigcode gpt_neox gptj granite granitemoe
-    granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3
-    iquestcoder jais2 jetmoe kolibri1 laguna llama longcat_flash mellum minicpm3 minimax_m2
-    ministral ministral3 mistral mixtral moshi olmo olmo2 olmo3 olmoe opt persimmon phi phi3
-    phimoe qwen2 qwen2_moe qwen3 qwen3_moe sarvam_mla sarvam_moe seed_oss smollm3 solar_open
-    starcoder2 vaultgemma whisper youtu
-"""
-# Settings that the loss or the attention of the scripts ignores -> values that change nothing.
-NEUTRAL_SETTINGS = """\
-    attn_logit_softcapping None
-    final_logit_softcapping None
-    is_causal None True
-    is_moe None False
-    logit_scale None 1 1.0
-    logits_scaling None 1 1.0
-    output_router_logits None False
-    quantization_config None
-    use_bidirectional_attention None False vision
-    z_loss_coefficient None 0 0.0
-"""  # is_moe: the routers of Doge mix tokens, so they see later ones
+# --- Weights in Hugging Face form -----------------------------------------------------------------
 
 
-def read_model_config(config: Any, vocabulary_size: int):
-    """Read the config.json of --model (without running code from the hub).
-
-    A model that also sees or hears gives the config of its language model. Refuses models that
-    would not train on this data as they should.
-    """
-    name = f"--model {config.model}"
-    with refusing(f"{name} is not built in (see --help) and has no config.json"):
-        model_config = transformers.AutoConfig.from_pretrained(
-            config.model, trust_remote_code=False
-        ).get_text_config()
-    settings = [line.split() for line in NEUTRAL_SETTINGS.splitlines()]
-    known = BUCKETED_TYPES.split()
-    limits = ["max_position_embeddings", "max_seq_len", "max_target_positions"]
-    if config.batching == "packed":
-        dropouts = [key for key in model_config.to_dict() if re.search("att.*drop", key)]
-        settings += [[key, "None", "0", "0.0"] for key in dropouts]
-        limits += ["sliding_window", "attention_chunk_size"]
-        known = PACKED_TYPES.split()
-    if model_config.model_type not in known:
-        untested = f"{name}: type {model_config.model_type} is not tested with {config.batching}"
-        if model_config.model_type in BUCKETED_TYPES.split() or not config.untested_model:
-            refuse(f"{untested} batches (--untested_model trains types that are tested with none)")
-        say(f"WARNING: {untested} batches; compare the loss with that of plain transformers")
-    for setting, *neutral in settings:
-        if str(getattr(model_config, setting, None)) not in neutral:
-            refuse(f"{name}: its {setting} is not supported")
-    if vocabulary_size > model_config.vocab_size:
-        refuse(f"--tokenizer has {vocabulary_size} ids, {name} only {model_config.vocab_size}")
-    rotation = getattr(model_config, "rope_parameters", None) or {}
-    if rotation.get("rope_type") == "longrope":  # past it, rotations depend on the padded length
-        limits.append("original_max_position_embeddings")
-    for limit in limits:
-        length = getattr(model_config, limit, None) or rotation.get(limit) or math.inf
-        if config.max_length > length:
-            refuse(f"--max_length {config.max_length} exceeds {limit} of {name}")
-    return model_config
-
-
-def freeze_unused(model: nn.Module):
-    """Freeze parameters that no gradient reaches. DDP would wait for their gradients.
-
-    These are the cross attention of decoders that are used without an encoder, and the indexers of
-    sparse attention. Frozen biases, those of routers, become buffers of the same name: a buffer
-    stays fp32 and unsharded, where FSDP would round a parameter to bf16.
-    """
-    for path, module in model.named_modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            if "encoder_attn" in path or "indexer" in path:
-                parameter.requires_grad_(False)
-            elif name.endswith("bias") and not parameter.requires_grad:
-                delattr(module, name)
-                module.register_buffer(name, parameter.data)
-
-
-def fetch_weights(name: str):
-    """Return the directory of --init_from: the hf/ of a run, itself, or a download from the hub."""
-    with refusing(f"--init_from {name[:200]} has no *.safetensors here, and is not on the hub"):
-        for directory in (Path(name, "hf"), Path(name)):
-            if any(directory.glob("*.safetensors")):
-                return str(directory.absolute())
-        return huggingface_hub.snapshot_download(
-            name,
-            allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"],
-            ignore_patterns="consolidated*",  # Mistral's own format beside the usual one
-        )
-
-
-def load_weights(model: nn.Module, directory: str, skip: tuple = ()):
+def load_weights(model: nn.Module, directory: str, skip: tuple = ()) -> None:
     """Fill full or sharded parameters from the safetensors files of a Hugging Face directory.
 
     Every rank reads only the slices that it holds, and casts them on the way. A collective, because
@@ -980,7 +778,7 @@ def load_weights(model: nn.Module, directory: str, skip: tuple = ()):
     set_model_state_dict(model, state_dict)
 
 
-def save_tokenizer(tokenizer: Tokenizer, directory: Path):
+def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     """Save a tokenizer beside a config.json, so that AutoTokenizer returns it unchanged."""
     tokenizer.save_pretrained(directory)
     (directory / "tokenization.py").write_text(TOKENIZER_CODE)
@@ -988,62 +786,239 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path):
 
 # --- Checkpoints: directories that are complete or absent -----------------------------------------
 
-# What a resumed run must share with its checkpoint: the flags of the batch plan, the weights that
-# it started from, and a hash of architecture, tokenizer and documents.
+# The facts that a resumed run must share with its checkpoint: they decide what a step trains on.
 PLAN = """max_length pad_to_multiple_of batching micro_batch_tokens global_batch_tokens seed
-    init_from model_tokenizer_data""".split()
+    init_from model_hash tokenizer_hash data_hash""".split()
 
 
-def application_state(model_state: dict, optimizer_state: dict):
-    """Return what a checkpoint holds of the state dicts of model and optimizer.
+class ApplicationState(Stateful):
+    """Model and optimizer as one object, whose two methods `dcp.save` and `dcp.load` call.
 
-    Tensors have the model's own parameter names and full shapes, whatever the strategy, so the
-    scripts of a stage can load each other's checkpoints at any world size. (Muon's and LoRA's load
-    only into the script that wrote them.) The hyper-parameters are not in it, because those of a
-    resumed run are its flags.
+    Tensors have the model's own parameter names and full shapes, whatever the strategy, so any
+    script can load them at any world size. Learning rate and weight decay are not saved; a resumed
+    run uses its own flags.
     """
-    return {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict:
+        # NOTE: before its first step an optimizer has no state, so a load would have nothing to
+        # fill. `get_state_dict` creates it, by a step with a learning rate of 0.
+        model_state, optimizer_state = get_state_dict(self.model, self.optimizer)
+        return {"model": model_state, "optimizer": {"state": optimizer_state["state"]}}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        now = get_optimizer_state_dict(self.model, self.optimizer)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=now | state_dict["optimizer"],
+        )
 
 
-def in_style(state_dict: dict, style: str):
-    """Return what DCP saves: one application state, or model and optimizer side by side."""
-    return {"app": state_dict} if style == "stateful" else state_dict
+def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Load model and optimizer from a checkpoint of either style; each rank reads what it holds."""
+    application = ApplicationState(model, optimizer)
+    if read_description(checkpoint)["checkpoint_style"] == "stateful":
+        return read_checkpoint(checkpoint, {"app": application})
+    state_dict = application.state_dict()
+    read_checkpoint(checkpoint, state_dict)
+    application.load_state_dict(state_dict)
 
 
-def read_description(checkpoint: Path):
+def read_description(checkpoint: Path) -> dict:
     """Return checkpoint.json: the progress, and the facts of the run that wrote it."""
     with refusing(f"{checkpoint} is not a complete checkpoint"):
         return json.loads((checkpoint / "checkpoint.json").read_text())
 
 
-def read_checkpoint(checkpoint: Path, state_dict: dict):
+def read_checkpoint(checkpoint: Path, state_dict: dict) -> None:
     """Fill the tensors of a state dict from a checkpoint of either style."""
-    description = read_description(checkpoint)
+    before = read_description(checkpoint)
+    if before["checkpoint_style"] == "stateful" and "app" not in state_dict:
+        state_dict = {"app": state_dict}
     with refusing(
-        f"{checkpoint} of torch {description['torch']} cannot be loaded (remove it? If it lacks "
-        "exp_avg_sq, Muon wrote it: only fsdp2_muon_pretrain.py resumes it, --init_from works too)"
+        f"{checkpoint} of torch {before['torch']} and {before.get('optimizer')} cannot be loaded "
+        "(use its weights alone: --init_from, another --run_dir)"
     ):
         # For metadata that it cannot read, `dcp.load` would log 56 lines before it fails.
         dcp.FileSystemReader(checkpoint).read_metadata()
-        dcp.load(in_style(state_dict, description["checkpoint_style"]), checkpoint_id=checkpoint)
+        dcp.load(state_dict, checkpoint_id=checkpoint)
 
 
-def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer):
-    """Load model and optimizer; each rank reads what it holds."""
-    # NOTE: optimizer.state_dict() is empty before the first step, so a load would have nothing
-    # to fill. `get_state_dict` creates the AdamW moments, by a step with a learning rate of 0.
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    read_checkpoint(checkpoint, application_state(model_state, optimizer_state))
-    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+def sync_to_disk(path: Path) -> None:
+    """Make a file, or the list of names in a directory, survive a power failure."""
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
-def export(checkpoint: Path, directory: Path, dtype="", hub_names=False, read=read_checkpoint):
+class Checkpoints:
+    """The newest checkpoints in a directory, each complete or absent.
+
+    `newest` is the one that this process has resumed from or written last.
+
+    Args:
+        config: with `checkpoint_style`, `async_checkpoint` and `keep_checkpoints`.
+        run_dir: checkpoints go to its folder `checkpoints`.
+        facts: what checkpoint.json records beside the progress: `torch`, `checkpoint_style`, and
+            what a resumed run must share.
+        save_files: writes config.json and the tokenizer's files into a directory, for `export`.
+        device: of the model.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        run_dir: Path,
+        facts: dict,
+        save_files: Callable[[Path], None],
+        device: torch.device,
+    ):
+        self.config, self.run_dir, self.facts = config, run_dir, facts
+        self.save_files, self.device = save_files, device
+        self.directory = run_dir / "checkpoints"
+        self.newest = self.pending = None
+        # A write runs in its own thread, with its own group: training continues meanwhile, and its
+        # collectives must not mix with the write's.
+        self.group = dist.new_group(backend="gloo")
+        self.thread = ThreadPoolExecutor(1)
+        # Copies a state dict to CPU memory. NOTE: with a GPU that is the same, pinned memory each
+        # time, so a copy is valid until the next one.
+        self.stager = dcp.staging.BlockingAsyncStager(device.type == "cuda")
+
+    def complete(self) -> list[Path]:
+        """Return the complete checkpoints, newest first (eight digits sort as numbers)."""
+        return sorted(self.directory.glob("step_????????"), reverse=True)
+
+    def find(self, resume: str, plan: list = PLAN) -> tuple[Path | None, dict]:
+        """Return the checkpoint that --resume asks for (None: start), and its progress.
+
+        A collective. Nothing on disk changes.
+
+        Args:
+            resume: `auto`, `never`, or the path of a checkpoint.
+            plan: the facts that must be equal.
+
+        Raises:
+            Refusal: the facts differ, or run_dir is neither new, empty, nor this run's own.
+        """
+        complete = [self.complete()]
+        dist.broadcast_object_list(complete)  # a node could see another list
+        [own] = complete
+        if resume == "auto":
+            self.newest = own[0] if own else None
+        elif resume != "never":
+            self.newest = Path(resume).absolute()
+        in_other_run = self.newest not in own[:1]
+        if in_other_run:
+            self.refuse_foreign_directory(own)
+        if self.newest is None:
+            return None, {"step": 0, "tokens": 0, "metrics_bytes": 0}
+        progress = read_description(self.newest)
+        changed = differences(progress, self.facts, plan)
+        if changed:
+            refuse(
+                f"checkpoint {self.newest} was written with {', '.join(changed)}; resume with the "
+                "same, or use only the weights: --init_from, another --run_dir"
+            )
+        if in_other_run:  # this directory has none of that run's lines
+            progress["metrics_bytes"] = 0
+        return self.newest, progress
+
+    def refuse_foreign_directory(self, own: list[Path]) -> None:
+        """Refuse a run directory with results that this start would overwrite.
+
+        A run that died before its first checkpoint may start again.
+        """
+        with refusing(
+            f"--run_dir {self.run_dir} is neither empty nor a run that this start resumes"
+        ):
+            if any(path.stat().st_size for path in self.run_dir.glob("*")):
+                before = json.loads((self.run_dir / "config.json").read_text())
+                lines = (self.run_dir / "metrics.jsonl").read_bytes().splitlines()
+                last_step = json.loads(lines[-1])["step"] if lines else 0
+                # One checkpoint may be missing while it is written in the background.
+                lost = last_step >= 2 * before["checkpoint_every"]
+                if lost or own or (self.run_dir / "hf").exists():
+                    raise ValueError("use another --run_dir")
+
+    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict) -> None:
+        """Save the current state, each rank its part. A collective.
+
+        With --async_checkpoint a failure is raised by the next `save`, or by `wait`.
+        """
+        # NOTE: first wait, then copy, because the pending write uses the copy's memory.
+        self.wait()
+        application = ApplicationState(model, optimizer)
+        progress = progress | {"optimizer": type(optimizer).__name__}
+        if self.config.async_checkpoint:
+            # Training is about to change the original.
+            state_dict = self.stager.stage(application.state_dict())
+            self.pending = self.thread.submit(self.write, state_dict, progress)
+        elif self.config.checkpoint_style == "stateful":
+            self.write(application, progress)
+        else:
+            self.write(application.state_dict(), progress)
+
+    def wait(self) -> None:
+        """Wait for the pending write, if there is one."""
+        if self.pending:
+            self.pending.result()
+
+    def write(self, state: dict | Stateful, progress: dict) -> None:
+        """Write to a temporary name, and rename once all ranks are done. A collective."""
+        rank = dist.get_rank()
+        final = self.directory / f"step_{progress['step']:08d}"
+        temporary = final.with_suffix(".tmp")
+        with refusing(f"cannot write {final} (the newest checkpoint is {self.newest})"):
+            if self.device.type == "cuda":
+                torch.cuda.set_device(self.device)  # a new thread would use GPU 0
+            if rank == 0:
+                for leftover in self.directory.glob("step_*.tmp"):
+                    shutil.rmtree(leftover)  # of a run that died while writing
+                self.save_files(temporary / "hf")
+                write_json(temporary / "checkpoint.json", self.facts | progress)
+            dist.barrier(self.group)
+            if not temporary.exists():
+                raise ValueError("the ranks do not write to the same directory")
+            # One state for model and optimizer, or a state for each.
+            parts = {"app": state} if self.config.checkpoint_style == "stateful" else state
+            dcp.save(parts, checkpoint_id=temporary, process_group=self.group)
+            if rank == 0:
+                # Everything has to be on the disk first, so that the checkpoint is complete or
+                # absent even after a power failure.
+                for path in [*temporary.rglob("*"), temporary]:
+                    sync_to_disk(path)
+                temporary.rename(final)
+                sync_to_disk(self.directory)
+                for old in self.complete()[self.config.keep_checkpoints :]:
+                    # Rename first, so that no half of it is left under its name.
+                    shutil.rmtree(old.rename(old.with_suffix(".tmp")), ignore_errors=True)
+        self.newest = final
+
+
+# --- Export: a checkpoint in Hugging Face form ----------------------------------------------------
+
+
+def export(
+    checkpoint: Path,
+    directory: Path,
+    dtype: str = "",
+    hub_names: bool = False,
+    read: Callable[[Path, dict], None] = read_checkpoint,
+) -> None:
     """Write a checkpoint as a directory for AutoModelForCausalLM and AutoTokenizer, on one CPU.
 
     The CPU's memory holds one file of weights at a time, 5 GB at most (or one larger tensor). The
-    default dtype is that of --init_from's files, or fp32. With `hub_names` the experts of MoE
-    models are stored one by one, as other programs expect. `load_weights` needs the model's names.
-    `read(checkpoint, {"model": tensors})` fills the tensors of one file, in place.
+    default dtype is that of --init_from's files, or fp32.
+
+    Args:
+        hub_names: store the experts of MoE models one by one, as other programs expect.
+            `load_weights` needs the model's own names.
+        read: `read(checkpoint, {"model": tensors})` fills the tensors of one file, in place.
     """
     temporary = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # of an export that did not end
@@ -1060,414 +1035,31 @@ def export(checkpoint: Path, directory: Path, dtype="", hub_names=False, read=re
     tensors = model.state_dict()
     for head in model.all_tied_weights_keys:
         del tensors[head]
-    split = huggingface_hub.split_torch_state_dict_into_shards(tensors)
+    files = huggingface_hub.split_torch_state_dict_into_shards(tensors)
     weight_map = {}
     warnings.filterwarnings("ignore", "torch.distributed is (disabled|unavailable)")
-    for file, names in split.filename_to_tensors.items():
+    for file, names in files.filename_to_tensors.items():
         part = {name: torch.empty_like(tensors[name], device="cpu") for name in names}
         read(checkpoint, {"model": part})
         if hub_names:
             part = revert_weight_conversion(model, part)
         weight_map |= dict.fromkeys(part, file)
         save_file(part, temporary / file, metadata={"format": "pt"})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": weight_map}
+    if files.is_sharded:
+        index = {"metadata": files.metadata, "weight_map": weight_map}
         write_json(temporary / "model.safetensors.index.json", index)
     temporary.rename(directory)
 
 
-def gather(value: Any):
-    """Return the values of all ranks. A collective."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def differences(before: dict, now: dict, names: list):
-    """Return in which of these names two descriptions of a run differ, and how."""
-    return [
-        f"{name} {before.get(name)} (now {now.get(name)})"
-        for name in names
-        if before.get(name) != now.get(name)
-    ]
-
-
-def write_json(path: Path, value: dict):
-    path.write_text(json.dumps(value, indent=2) + "\n")
-
-
-def sync_to_disk(path: Path):
-    """Make a file, or the list of names in a directory, survive a power failure."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
-
-
-class Checkpoints:
-    """The newest checkpoints of a run."""
-
-    def __init__(self, run: "Run"):
-        self.run = run
-        run.checkpoints = self
-        self.directory = run.directory / "checkpoints"
-        self.last = self.pending = None
-        # A write runs in its own thread, with its own group: training continues meanwhile, and its
-        # collectives must not mix with those of the write.
-        self.group = dist.new_group(backend="gloo")
-        self.thread = ThreadPoolExecutor(1)
-        # Copies a state dict to CPU memory. NOTE: with a GPU that is the same, pinned memory each
-        # time, so a copy is valid until the next one.
-        self.stager = dcp.staging.BlockingAsyncStager(run.device.type == "cuda")
-
-    def all(self):
-        """Return the complete ones, newest first (eight digits sort as numbers)."""
-        return sorted(self.directory.glob("step_????????"), reverse=True)
-
-    def find(self):
-        """Set `last` to the checkpoint that --resume asks for (None: start); return its progress.
-
-        A collective. Nothing on disk changes. Refuses a run directory unless it is absent, empty,
-        the run that this start resumes, or a run that died before its first checkpoint.
-        """
-        run_dir, resume = self.run.directory, self.run.config.resume
-        with refusing(f"--run_dir {run_dir} is neither empty nor a run that this start resumes"):
-            own = gather(self.all())[0]  # one list for all ranks, even if a node sees another one
-            if resume == "auto":
-                self.last = own[0] if own else None
-            elif resume != "never":
-                self.last = Path(resume).absolute()
-            new = self.last not in own[:1]
-            if new and any(path.stat().st_size for path in run_dir.glob("*")):
-                before = json.loads((run_dir / "config.json").read_text())
-                lines = (run_dir / "metrics.jsonl").read_bytes().splitlines()
-                # A run that died before its first checkpoint may start again.
-                some = len(lines) > 2 * before["checkpoint_every"]
-                if some or own or (run_dir / "hf").exists():
-                    raise ValueError("use another --run_dir")
-        if self.last is None:
-            return {"step": 0, "tokens": 0, "metrics_bytes": 0}
-        say(f"resuming from {self.last}")
-        description = read_description(self.last)
-        changed = differences(description, self.run.facts, PLAN)
-        if changed:
-            refuse(
-                f"checkpoint {self.last} was written with {', '.join(changed)}; resume with the "
-                "same, or use only the weights: --init_from, another --run_dir"
-            )
-        if new:  # this directory has none of that run's lines
-            description["metrics_bytes"] = 0
-        return description
-
-    def save(self, model: nn.Module, optimizer: torch.optim.Optimizer, progress: dict):
-        """Save the current state, each rank its part.
-
-        With --async_checkpoint a failure is raised by the next `save`, or by `wait`.
-        """
-        # NOTE: first wait, then copy, because the pending write uses the copy's memory.
-        self.wait()
-        state = application_state(*get_state_dict(model, optimizer))
-        progress = progress | {"metrics_bytes": self.run.metrics.tell()}
-        if self.run.config.async_checkpoint:
-            state = self.stager.stage(state)  # training is about to change the original
-            self.pending = self.thread.submit(self.write, state, progress)
-        else:
-            self.write(state, progress)
-
-    def wait(self):
-        """Wait for the pending write, if there is one."""
-        if self.pending:
-            self.pending.result()
-
-    def write(self, state: dict, progress: dict):
-        """Write to a temporary name, and rename once all ranks are done. A collective."""
-        run = self.run
-        final = self.directory / f"step_{progress['step']:08d}"
-        temporary = final.with_suffix(".tmp")
-        with refusing(f"cannot write {final} (the newest checkpoint is {self.last})"):
-            if run.device.type == "cuda":
-                torch.cuda.set_device(run.device)  # a new thread would use GPU 0
-            if run.rank == 0:
-                for leftover in self.directory.glob("step_*.tmp"):
-                    shutil.rmtree(leftover)  # of a run that died while writing
-                run.model_config.save_pretrained(temporary / "hf")
-                run.generation_config.to_json_file(temporary / "hf/generation_config.json")
-                save_tokenizer(run.tokenizer, temporary / "hf")
-                write_json(temporary / "checkpoint.json", run.facts | progress)
-            dist.barrier(self.group)
-            if not temporary.exists():
-                raise ValueError("the ranks do not write to the same directory")
-            parts = in_style(state, run.config.checkpoint_style)
-            dcp.save(parts, checkpoint_id=temporary, process_group=self.group)
-            if run.rank == 0:
-                # Everything has to be on the disk first, so that the checkpoint is complete or
-                # absent even after a power failure.
-                for path in [*temporary.rglob("*"), temporary]:
-                    sync_to_disk(path)
-                temporary.rename(final)
-                sync_to_disk(self.directory)
-                for old in self.all()[run.config.keep_checkpoints :]:
-                    # Rename first, so that no half of it is left under its name.
-                    shutil.rmtree(old.rename(old.with_suffix(".tmp")), ignore_errors=True)
-        self.last = final
-
-
-# --- A run: its directory, metrics and progress ---------------------------------------------------
-
-# Dense bf16 FLOP/s from the makers' data sheets (half of what they quote with sparsity), by a
-# pattern of a GPU's name. The first one that fits counts.
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H[12]00": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 4090$": 165e12,
-}
-
-
-def peak_flops(name: str):
-    """Return the peak of a GPU by its CUDA name, None if it is not known."""
-    return next((PEAK_FLOPS[key] for key in PEAK_FLOPS if re.search(rf"\b{key}\b", name)), None)
-
-
-def step_flops(model: transformers.PreTrainedModel):
-    """Return a function for the FLOPs of forward and backward of a step, for the MFU.
-
-    NOTE: call it before the model is parallelized. A stage or a shard has fewer parameters.
-
-    As in PaLM (arXiv 2204.02311, appendix B): 6 per parameter and token, in the head per parameter
-    and target token, and 12 x heads x head size x length per token and layer for attention.
-    Recomputation and padding do not count.
-    """
-    config = model.config
-    in_head = model.get_output_embeddings().weight.numel()
-    in_blocks = model.num_parameters(exclude_embeddings=True)  # these are looked up
-    if not config.tie_word_embeddings:
-        in_blocks -= in_head
-    used = getattr(config, "num_experts_per_tok", None)  # by each token
-    for name, parameter in model.named_parameters():
-        if used and ".experts." in name and parameter.ndim == 3:  # [experts, ...]
-            in_blocks -= parameter[used:].numel()
-    try:
-        heads = config.num_attention_heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        width = config.num_hidden_layers * heads * head_size
-    except (AttributeError, RuntimeError):  # no attention, or heads of several sizes
-        width = 0
-
-    def flops(batch: GlobalBatch):
-        matmuls = in_blocks * batch.num_tokens + in_head * batch.num_targets
-        return 6 * matmuls + 12 * width * batch.squared_lengths
-
-    return flops
-
-
-@dataclasses.dataclass
-class Run:
-    """A run's directory, metrics, terminal output and Weights & Biases. Rank 0 writes.
-
-    Every rank creates one. It changes nothing in the directory until `begin`, which locks it.
-    `facts` is what is recorded of the run beside its metrics.
-    """
-
-    config: Any
-    model: dataclasses.InitVar
-    tokenizer: Tokenizer
-    documents: datasets.Dataset
-    device: torch.device
-    current = None  # the run of this process, once it trains
-    wandb = profiler = None
-    printed = -1e9  # when a step was printed last: never
-    stop_requested = 0  # signals that this rank has received
-    stopping = False  # whether any rank has received one
-
-    def __post_init__(self, model: transformers.PreTrainedModel):
-        config, data = self.config, self.documents.data
-        self.directory = Path(config.run_dir).absolute()
-        self.model_config = model.config
-        self.generation_config = model.generation_config
-        if config.init_from:  # export in the same dtype
-            model.config.dtype = transformers.AutoConfig.from_pretrained(config.init_from).dtype
-        self.rank = dist.get_rank()
-        self.world_size = dist.get_world_size()
-        self.flops = step_flops(model)
-        self.metrics = open(os.devnull, "ab", buffering=0)  # rank 0 opens another file in `begin`
-        architecture = model.config.to_diff_dict() | {"transformers_version": "", "dtype": ""}
-        self.facts = vars(config) | {
-            "model_tokenizer_data": fingerprint(
-                architecture,
-                self.tokenizer.backend_tokenizer.to_str(),
-                xxhash.xxh3_128_hexdigest(np.bitwise_xor(data["group"], data["lengths"])),
-            ),
-            "parameters": model.num_parameters(),
-            "world_size": self.world_size,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        }
-        for rank, facts in enumerate(gather(self.facts)):
-            different = differences(facts, self.facts, facts)
-            if different:
-                refuse(f"rank {rank} has {', '.join(different)}")
-
-    def begin(self, progress: dict, work: str):
-        """Start training after `progress`: all checks have passed.
-
-        Rank 0 locks the directory, drops the lines of metrics.jsonl that the checkpoint did not
-        have, and says what begins; `work` is what a step does. From here on signals only request a
-        stop. A collective.
-        """
-        config, data = self.config, self.documents.data
-        for group in dist.distributed_c10d._world.pg_map:  # those of a mesh have torch's default
-            group.set_timeout(datetime.timedelta(minutes=config.timeout_minutes))
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self.request_stop)
-        if self.rank == 0:
-            with refusing(f"--run_dir {self.directory} cannot be written or is in use"):
-                self.open_files(progress["metrics_bytes"])
-        say(
-            f"{self.facts['parameters']:,} parameters, {np.count_nonzero(data['num_targets']):,} "
-            f"documents, {np.sum(data['lengths']):,} tokens; writing {config.run_dir}\n"
-            f"{config.precision} on {self.world_size} ranks, {work}"
-        )
-        self.trace(progress["step"])
-        # The ranks collect garbage together (`log_step`). Each at a moment of its own, they would
-        # wait for one after the other.
-        gc.disable()
-        Run.current = self
-        dist.barrier()
-
-    def open_files(self, metrics_bytes: int):
-        """Lock the directory, and write to it all that is known before the first step."""
-        self.directory.mkdir(parents=True, exist_ok=True)
-        self.metrics = open(f"{self.directory}/metrics.jsonl", "ab", buffering=0)
-        try:
-            # This lock ends with the process, however it dies. Forks do not inherit it.
-            fcntl.lockf(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):  # EAGAIN and EACCES: somebody else has it
-            raise
-        except OSError as error:  # some NFS and Lustre
-            say(f"no file lock here ({error}): take care that no two runs write to one directory")
-        write_json(self.directory / "config.json", self.facts)
-        self.metrics.truncate(metrics_bytes)
-        shutil.rmtree(f"{self.directory}/hf", ignore_errors=True)  # of fewer steps
-        for source in (sys.argv[0], *SHARED):  # as they run now
-            shutil.copy(source, self.directory)
-        if self.config.wandb_project:
-            with refusing("--wandb_project"):
-                import wandb
-
-                self.wandb = wandb.init(
-                    project=self.config.wandb_project,
-                    # One id for the life of the directory, so that a resumed run continues there.
-                    id=fingerprint(self.directory.stat().st_ino, self.config.run_dir),
-                    dir=self.directory,
-                    config=self.facts,
-                    resume="allow",
-                )
-
-    def request_stop(self, *_):
-        self.stop_requested += 1
-
-    def trace(self, step: int):
-        """Profile rank 0 from the first of --trace_steps to the last; `step` is done."""
-        steps = self.config.trace_steps or [0]
-        if self.rank == 0 and step + 1 == min(steps):
-            self.profiler = torch.profiler.profile()
-            self.profiler.start()
-        if self.profiler and step == max(steps):
-            self.profiler.stop()
-            self.profiler.export_chrome_trace(f"{self.directory}/trace.json")
-
-    def log(self, line: dict):
-        """Write a line of metrics.jsonl, and log it to Weights & Biases."""
-        self.metrics.write((json.dumps(line) + "\n").encode())
-        if self.wandb:
-            self.wandb.log(line, step=line["step"])  # it ignores what a resumed run repeats
-
-    def log_step(self, batch: GlobalBatch, step: int, aim: str = "loss", **measured: float):
-        """Log an optimizer step, and print its `aim` every ten seconds.
-
-        A collective: all ranks learn the longest wait for data, and whether any is to stop.
-        """
-        now = time.perf_counter()
-        seconds = now - batch.started
-        slowest = torch.tensor([batch.data_seconds, self.stop_requested])
-        dist.all_reduce(slowest, dist.ReduceOp.MAX)
-        self.stopping = bool(slowest[1])
-        peak = self.device.type == "cuda" and peak_flops(torch.cuda.get_device_name(self.device))
-        line = {
-            "step": step,
-            **measured,
-            **batch.measured,
-            "padding_fraction": batch.padding_fraction,
-            "tokens_per_second": batch.num_tokens / seconds,
-            "step_seconds": seconds,
-            "data_seconds": slowest[0].item(),
-            "mfu": self.flops(batch) / seconds / self.world_size / peak if peak else None,
-            "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
-        }
-        self.log(line)
-        self.trace(step)
-        if step % 100 == 0:
-            gc.collect(1)  # what is new: the imports' objects would take longer than a step
-        if step == self.config.steps or now - self.printed > 10:
-            say(
-                f"step {step}/{self.config.steps}  {aim} {measured[aim]:.4f}  "
-                f"{line['tokens_per_second']:,.0f} tokens/s"
-            )
-            self.printed = now
-
-    def log_validation(self, step: int, loss: float, validation: Batches):
-        """Log a validation, in nats per target token, under its training step."""
-        line = {
-            "step": step,
-            "validation_loss": loss,
-            "validation_perplexity": math.exp(min(loss, 700)),
-        }
-        sequences = validation.sequences
-        documents = sequences.documents.data.fast_gather(np.unique(sequences.index.document))
-        num_bytes = np.sum(documents["num_bytes"])  # of text; conversations have none
-        if num_bytes:
-            line["validation_bits_per_byte"] = (
-                loss / math.log(2) * sequences.num_targets.sum() / num_bytes
-            )
-        self.log(line)
-        say(f"step {step}: validation loss {loss:.4f}")
-
-    def finish(self, step: int, checkpoint: Path, next_command: str, read=read_checkpoint):
-        """End the run: rank 0 writes hf/ and says what is next. `read` is that of `export`."""
-        if step < self.config.steps:
-            return say(
-                f"stopped after step {step}, saved in {checkpoint}; "
-                "rerun the same command with --resume auto to continue"
-            )
-        if self.rank:
-            return
-        with refusing(f"cannot write {self.directory}/hf ({checkpoint} is complete)"):
-            export(checkpoint, self.directory / "hf", read=read)
-        say(
-            f"files: {self.config.run_dir}/metrics.jsonl, and hf/ beside it for transformers\n"
-            f"try:   python sample.py {self.config.run_dir}\n"
-            f"next:  {next_command.format(run_dir=self.config.run_dir)}"
-        )
-
-
-def refuse_non_finite(step: int, loss: float, grad_norm: float):
-    """End the run if the loss or the gradient norm is not finite. Call it before the update."""
-    if not math.isfinite(loss + grad_norm):
-        Run.current.checkpoints.wait()  # one that is being written is still good
-        refuse(
-            f"step {step}: the loss ({loss}) or the gradient norm ({grad_norm}) is not finite; "
-            "lower --learning_rate, or look at the data of this step"
-        )
-
-
-def command_line():
+def command_line() -> None:
     with refusing("python common.py export CHECKPOINT OUT [bfloat16]"):
         checkpoint, out, *dtype = sys.argv[2:]
         export(Path(checkpoint), Path(out), *dtype, hub_names=True)
 
 
 if __name__ == "__main__":
-    launch(command_line)
+    try:
+        command_line()
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        sys.exit(2)

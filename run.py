@@ -1,0 +1,581 @@
+"""The run around a training loop: flags, how a process ends, the run directory and its metrics.
+
+Nothing here knows a parallel strategy, an optimizer's rule, or a training loop.
+"""
+
+import contextlib
+import ctypes
+import datetime
+import fcntl
+import gc
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import huggingface_hub
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+import xxhash
+from pydantic import (
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+)
+from pydantic.dataclasses import dataclass
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+import common
+from common import Refusal, differences, fingerprint, gather, lost_connection, refuse, refusing, say
+
+# --- Flags ----------------------------------------------------------------------------------------
+
+
+def flag(default: Any, help: str) -> Any:
+    """Declare a command-line flag: a dataclass field with a default and a help text."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(config=ConfigDict(allow_inf_nan=False))
+class Flags:
+    """The flags that all scripts share. A script's Config adds its own and changes defaults."""
+
+    # model
+    model: str = flag("tiny", "tiny, qwen2-0.5b, or a directory or hub id with a config.json")
+    init_from: str | None = flag(
+        None,
+        "weights to start from: a run directory, or a Hugging Face directory or hub id. Its model "
+        "and tokenizer replace --model and --tokenizer unless you set these",
+    )
+    untested_model: bool = flag(
+        False, "train a model type that was never compared with plain transformers, with a warning"
+    )
+
+    # data
+    tokenizer: str = flag("bytes", "bytes, a tiktoken encoding (gpt2), or a directory or hub id")
+    dataset: str = flag(
+        "stdlib", "stdlib, a hub id, or a .parquet .jsonl .json .txt file, glob or URL"
+    )
+    dataset_config: str | None = flag(None, "configuration name of a hub dataset")
+    dataset_split: str = flag("train", "split, as in datasets.load_dataset")
+    max_length: PositiveInt = flag(512, "longest sequence in tokens; longer documents are split")
+    pad_to_multiple_of: PositiveInt = flag(1, "round sequence lengths up to a multiple of this")
+    batching: Literal["bucketed", "packed"] = flag(
+        "bucketed",
+        "bucketed: sequences of similar length, padded on the right. packed: whole documents "
+        "packed into one sequence, with attention within each document",
+    )
+    micro_batch_tokens: PositiveInt = flag(
+        2048, "token positions of one forward pass of one rank, padding included"
+    )
+    global_batch_tokens: PositiveInt = flag(
+        4096, "token positions of one optimizer step, over all ranks and micro-batches"
+    )
+    eval_every: PositiveInt = flag(200, "steps between validations")
+    eval_tokens: PositiveInt = flag(
+        250_000, "size of the validation set in tokens (whole documents, the first by hash)"
+    )
+    seed: NonNegativeInt = flag(0, "seed of initial weights and data order")
+
+    # optimization
+    steps: NonNegativeInt = flag(
+        550, "optimizer steps of the whole run; 0 prepares the data and exits"
+    )
+    learning_rate: PositiveFloat | None = flag(
+        None,
+        "peak learning rate of AdamW. The default depends on the model: 3e-3 with fewer than 10 "
+        "million parameters, otherwise 3e-4; a tenth of that with --init_from",
+    )
+    min_learning_rate: NonNegativeFloat | None = flag(
+        None, "learning rate at the end of the decay; default: a fiftieth of the peak"
+    )
+    warmup_steps: NonNegativeInt = flag(20, "steps of linear warm-up")
+    decay_steps: PositiveInt | None = flag(
+        None, "decay over the last N steps only (warmup-stable-decay); default: after the warm-up"
+    )
+    weight_decay: NonNegativeFloat = flag(
+        0.1, "weight decay of matrices (embeddings, norms and biases have none)"
+    )
+    grad_clip: NonNegativeFloat = flag(1.0, "clip the gradient norm to this; 0 disables clipping")
+
+    # precision, memory and speed
+    precision: Literal["auto", "fp32", "bf16"] = flag(
+        "auto", "compute precision. auto: bf16 on GPUs that have it, otherwise fp32"
+    )
+    activation_checkpointing: Annotated[str, Field(pattern=r"^(none|full|selective|0?\.\d+)$")] = (
+        flag("none", "none, full, selective, or a fraction of the blocks such as 0.5")
+    )
+    compile: bool = flag(False, "compile each transformer block")
+
+    # checkpoints
+    checkpoint_every: PositiveInt = flag(100, "steps between checkpoints; the last step saves too")
+    keep_checkpoints: PositiveInt = flag(2, "how many of the newest checkpoints to keep")
+    checkpoint_style: Literal["stateful", "separate"] = flag(
+        "separate",
+        "stateful: model and optimizer in one Stateful object. separate: a state dict for each. "
+        "Every script reads both",
+    )
+    async_checkpoint: bool = flag(False, "continue training while a checkpoint is written")
+    resume: str = flag(
+        "auto", "auto, never, or a checkpoint's path (it holds a pickle: use only trusted ones)"
+    )
+
+    # the run
+    run_dir: str = flag(f"runs/{Path(sys.argv[0]).stem}", "directory for everything a run writes")
+    timeout_minutes: PositiveFloat = flag(10.0, "longest wait for another rank, in minutes")
+    trace_steps: list[PositiveInt] | None = flag(None, "first and last step to profile")
+    wandb_project: str | None = flag(None, "also log to this Weights & Biases project")
+
+    def __post_init__(self) -> None:
+        multiple = self.pad_to_multiple_of
+        if math.ceil(self.max_length / multiple) * multiple > self.micro_batch_tokens:
+            raise ValueError("--micro_batch_tokens cannot hold a padded sequence of --max_length")
+        if self.precision == "auto":
+            # GPUs before Ampere only emulate bf16.
+            bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
+            self.precision = "bf16" if bf16 else "fp32"
+
+
+def parse_config(config_class: type) -> Any:
+    """Parse the command line into the script's Config."""
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks != "1" and os.environ["WORLD_SIZE"] == "1":
+        refuse(
+            f"srun runs this {tasks} times, each on its own: let it start torchrun (docs/runs.md)"
+        )
+    parser = transformers.HfArgumentParser(config_class, allow_abbrev=False)
+    parser.error = refuse
+    try:
+        config = config_class(**vars(parser.parse_args()))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        # `loc` has the flag; it is empty if `__post_init__` raised the error.
+        name = "".join(f"--{name} " for name in problem["loc"])
+        refuse(name + problem["msg"].removeprefix("Value error, "))
+    if config.init_from:
+        config.init_from = fetch_weights(config.init_from)
+        # Weights bring their architecture and tokenizer, unless the command line sets others.
+        given = {word.split("=")[0] for word in sys.argv}
+        for name in ("model", "tokenizer"):
+            if f"--{name}" not in given:
+                setattr(config, name, config.init_from)
+    return config
+
+
+def micro_batches_per_rank(config: Flags, dp_size: int) -> int:
+    """Return how many micro-batches of a step each of the data-parallel ranks gets."""
+    number, rest = divmod(config.global_batch_tokens, config.micro_batch_tokens * dp_size)
+    if rest:
+        refuse(
+            f"--global_batch_tokens {config.global_batch_tokens} is not a multiple of "
+            f"{config.micro_batch_tokens * dp_size} (--micro_batch_tokens x {dp_size} "
+            "data-parallel ranks)"
+        )
+    return number
+
+
+def default_learning_rate(config: Flags, num_parameters: int) -> float:
+    """Return the peak learning rate of AdamW for a model of this size.
+
+    Published recipes use 6e-4 for 125M parameters and 2e-4 for 1.3B (GPT-3, arXiv 2005.14165), and
+    3e-4 for 7B and 13B (Llama 2, arXiv 2307.09288). Such rates would ruin pretrained weights.
+    """
+    rate = 3e-3 if num_parameters < 10_000_000 else 3e-4
+    return rate / 10 if config.init_from else rate
+
+
+def set_learning_rates(config: Flags, default: float, ratio: float = 50) -> None:
+    """Fill in the peak and the minimum of the learning rate where no flag sets them."""
+    if config.learning_rate is None:
+        config.learning_rate = default
+    if config.min_learning_rate is None:
+        config.min_learning_rate = config.learning_rate / ratio
+    if config.min_learning_rate > config.learning_rate:
+        refuse("--min_learning_rate is above --learning_rate")
+
+
+def fetch_weights(name: str) -> str:
+    """Return the directory of --init_from: the hf/ of a run, itself, or a download from the hub."""
+    with refusing(f"--init_from {name[:200]} has no *.safetensors here, and is not on the hub"):
+        for directory in (Path(name, "hf"), Path(name)):
+            if any(directory.glob("*.safetensors")):
+                return str(directory.absolute())
+        return huggingface_hub.snapshot_download(
+            name,
+            allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"],
+            ignore_patterns="consolidated*",  # Mistral's own format beside the usual one
+        )
+
+
+# --- How a process ends ---------------------------------------------------------------------------
+
+
+def launch(main: Callable[[], Callable | None]) -> None:
+    """Run a script's `main`, and what it returns: a function that rank 0 ends the run with.
+
+    The exit code is 2 for input that cannot work, and 1 for a failure once training has begun.
+    torchrun repeats the error of the rank that failed first when it ends.
+    """
+    if "WORLD_SIZE" not in os.environ:  # without torchrun: one rank
+        os.environ |= {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "LOCAL_WORLD_SIZE": "1",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "0",
+        }
+    end_with_torchrun()
+    # Sequences of many lengths fragment the GPU's memory; expandable segments avoid that.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that are not UTF-8
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before the first step there is nothing to save
+    try:
+        finish = main()
+        # The communication threads can abort at exit while a model is alive. `main` has returned,
+        # so nothing but cycles refers to its model.
+        gc.collect()
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        if finish:
+            finish()
+    except (Exception, dcp.CheckpointException) as error:  # DCP's is not an Exception
+        code = 2 if isinstance(error, Refusal) and not Run.current else 1
+        report(error)
+        if Run.current:
+            Run.current.close(code)
+        # A regular shutdown with live communication threads can hang or abort.
+        os._exit(code)
+
+
+def report(error: BaseException) -> None:
+    """Print why this rank ends, and leave it for the summary that torchrun prints at its end."""
+    message = "".join(traceback.format_exception(error))
+    is_cause = True
+    if isinstance(error, Refusal):
+        message = f"error: {error}"
+        error.__traceback__ = error.__context__ = error.__cause__ = None  # torchrun prints them
+        is_cause = os.environ["LOCAL_RANK"] == "0"  # one of a node's ranks prints it
+    elif lost_connection(error):
+        is_cause = False
+        message = (
+            f"rank {os.environ['RANK']} lost another rank, or waited for it longer than "
+            f"--timeout_minutes: {error!r:.400}"
+        )
+    # torchrun kills every rank as soon as one exits, so the rank with the root cause prints first
+    # and the others wait five seconds.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if not is_cause:
+        time.sleep(5)
+    print(message, file=sys.stderr, flush=True)
+    get_error_handler().record_exception(error)
+
+
+def end_with_torchrun() -> None:
+    """Have the kernel send SIGTERM when torchrun dies. Otherwise ranks would train on unseen."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
+        # If it has died already, init has adopted this rank. (In containers, init can be torchrun.)
+        if os.getppid() == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes():
+            os._exit(1)
+
+
+def refuse_non_finite(step: int, loss: float, grad_norm: float) -> None:
+    """End the run if the loss or the gradient norm is not finite. Call it before the update."""
+    if not math.isfinite(loss + grad_norm):
+        refuse(
+            f"step {step}: the loss ({loss}) or the gradient norm ({grad_norm}) is not finite; "
+            "lower --learning_rate, or look at the data of this step"
+        )
+
+
+# --- Ranks ----------------------------------------------------------------------------------------
+
+
+def set_up_gpu(config: Flags) -> torch.device:
+    """Choose the GPU of this rank, and how it computes; returns the device."""
+    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+    if ranks > gpus:
+        advice = f'--nproc-per-node={gpus}, or CUDA_VISIBLE_DEVICES="" to train on CPUs'
+        refuse(f"{ranks} ranks cannot share {gpus} GPUs: use {advice}")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    if config.precision == "fp32":
+        # Use TF32 matmuls: several times faster, with 10 instead of 23 bits of mantissa.
+        torch.set_float32_matmul_precision("high")
+    # cuDNN attention builds a plan for each new shape, which costs more than it saves unless
+    # padding keeps the number of shapes small.
+    torch.backends.cuda.enable_cudnn_sdp(config.pad_to_multiple_of > 1)
+    return device
+
+
+def max_over_ranks(*values: float) -> list[float]:
+    """Return the largest of each number over all ranks. A collective."""
+    tensor = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+# --- A run: its directory, metrics and progress ---------------------------------------------------
+
+# Dense bf16 FLOP/s from the makers' data sheets (half of what they quote with sparsity), by a
+# pattern of a GPU's name. The first one that fits counts.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H[12]00": 989e12,
+    "A100": 312e12,
+    "L40S": 362e12,
+    "RTX 4090$": 165e12,
+}
+
+
+def peak_flops(name: str) -> float | None:
+    """Return the peak of a GPU by its CUDA name, None if it is not known."""
+    return next((PEAK_FLOPS[key] for key in PEAK_FLOPS if re.search(rf"\b{key}\b", name)), None)
+
+
+class Run:
+    """A run's directory, metrics, terminal output and Weights & Biases. Rank 0 writes.
+
+    Every rank creates one. It changes nothing in the directory until `begin`, which locks it.
+    `facts` is what is recorded of the run beside its metrics. All ranks must have the same.
+
+    Args:
+        model: as it is before a strategy shards it.
+        flops: of forward and backward, per token, target token and squared sequence length.
+        documents: of `common.load_documents`.
+    """
+
+    current = None  # the run of this process, once it trains
+
+    def __init__(
+        self,
+        config: Flags,
+        model: transformers.PreTrainedModel,
+        flops: tuple[int, int, int],
+        tokenizer: common.Tokenizer,
+        documents: Any,
+        device: torch.device,
+    ):
+        self.config, self.flops, self.tokenizer, self.device = config, flops, tokenizer, device
+        self.directory = Path(config.run_dir).absolute()
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.model_config, self.generation_config = model.config, model.generation_config
+        if config.init_from:  # export in the same dtype
+            model.config.dtype = transformers.AutoConfig.from_pretrained(config.init_from).dtype
+        self.checkpoints = self.wandb = self.profiler = None
+        self.metrics = open(os.devnull, "ab", buffering=0)  # rank 0 opens another file in `begin`
+        self.printed = -math.inf  # when a step was printed last: never
+        self.stop_signals = 0  # that this rank has received
+        self.peak = None
+        if device.type == "cuda":
+            self.peak = peak_flops(torch.cuda.get_device_name(device))
+
+        data = documents.data
+        self.num_documents = np.count_nonzero(data["num_targets"])
+        self.num_tokens = np.sum(data["lengths"])
+        architecture = model.config.to_diff_dict() | {"transformers_version": "", "dtype": ""}
+        content = np.bitwise_xor(data["group"], data["lengths"])
+        self.facts = vars(config) | {
+            "model_hash": fingerprint(architecture),
+            "tokenizer_hash": fingerprint(tokenizer.backend_tokenizer.to_str()),
+            "data_hash": xxhash.xxh3_128_hexdigest(content),
+            "parameters": model.num_parameters(),
+            "world_size": self.world_size,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        }
+        for rank, facts in enumerate(gather(self.facts)):
+            different = differences(facts, self.facts, facts)
+            if different:
+                refuse(f"rank {rank} has {', '.join(different)}")
+
+    def save_files(self, directory: Path) -> None:
+        """Write what a checkpoint's `hf/` holds beside the weights."""
+        self.model_config.save_pretrained(directory)
+        self.generation_config.to_json_file(directory / "generation_config.json")
+        common.save_tokenizer(self.tokenizer, directory)
+
+    def begin(
+        self, checkpoints: common.Checkpoints, progress: dict, mesh: str, number: int
+    ) -> None:
+        """Start training after `progress`: all checks have passed. A collective.
+
+        Rank 0 locks the directory, drops the lines of metrics.jsonl that the checkpoint did not
+        have, and says what begins: on which mesh, with which number of micro-batches per rank and
+        step. From here on signals only request a stop.
+        """
+        config = self.config
+        for group in dist.distributed_c10d._world.pg_map:  # those of a mesh have torch's default
+            group.set_timeout(datetime.timedelta(minutes=config.timeout_minutes))
+        for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(signal_number, self.request_stop)
+        if self.rank == 0:
+            where = f"--run_dir {self.directory} cannot be written or is in use"
+            with refusing(where, OSError):
+                self.open_files(progress)
+            if config.wandb_project:
+                self.open_wandb(progress)
+        if checkpoints.newest:
+            say(f"resuming from {checkpoints.newest}")
+        say(
+            f"{self.facts['parameters']:,} parameters, {self.num_documents:,} documents, "
+            f"{self.num_tokens:,} tokens; writing {config.run_dir}\n"
+            f"{config.precision} on {self.world_size} ranks ({mesh}), {number} micro-batches "
+            f"per rank and step, {config.global_batch_tokens:,} tokens, "
+            f"learning rate {config.learning_rate:g}"
+        )
+        self.trace(progress["step"])
+        # The ranks collect garbage together (`log_step`). Each at a moment of its own, they would
+        # wait for one after the other.
+        gc.disable()
+        self.checkpoints = checkpoints
+        Run.current = self
+        dist.barrier()
+
+    def open_files(self, progress: dict) -> None:
+        """Lock the directory, and write to it all that is known before the first step."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.metrics = open(f"{self.directory}/metrics.jsonl", "ab", buffering=0)
+        try:
+            # This lock ends with the process, however it dies. Forks do not inherit it.
+            fcntl.lockf(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # EAGAIN and EACCES: somebody else has it
+            raise
+        except OSError as error:  # some NFS and Lustre
+            say(f"no file lock here ({error}): take care that no two runs write to one directory")
+        common.write_json(self.directory / "config.json", self.facts)
+        self.metrics.truncate(progress["metrics_bytes"])
+        shutil.rmtree(f"{self.directory}/hf", ignore_errors=True)  # of fewer steps
+        # The script and the files beside it that it imports, as they run now.
+        script = Path(sys.argv[0]).absolute()
+        modules = [getattr(module, "__file__", None) for module in sys.modules.values()]
+        for source in {script, *(Path(file) for file in modules if file)}:
+            if source.parent == script.parent:
+                shutil.copy(source, self.directory)
+
+    def open_wandb(self, progress: dict) -> None:
+        """Log to Weights & Biases as well. A resumed run continues there under the same id."""
+        path = self.directory / "wandb_id"
+        if progress["step"] == 0 or not path.exists():
+            path.write_text(secrets.token_hex(8))
+        with refusing("--wandb_project"):
+            import wandb
+
+            self.wandb = wandb.init(
+                project=self.config.wandb_project,
+                name=self.directory.name,
+                id=path.read_text(),
+                dir=self.directory,
+                config=self.facts,
+                resume="allow",
+            )
+
+    def request_stop(self, *_) -> None:
+        self.stop_signals += 1
+
+    def trace(self, step: int) -> None:
+        """Profile rank 0 from the first of --trace_steps to the last; `step` is done."""
+        steps = self.config.trace_steps or [0]
+        if self.rank == 0 and step + 1 == min(steps):
+            self.profiler = torch.profiler.profile()
+            self.profiler.start()
+        if self.profiler and step == max(steps):
+            self.profiler.stop()
+            self.profiler.export_chrome_trace(f"{self.directory}/trace.json")
+
+    def log(self, line: dict) -> None:
+        """Write a line of metrics.jsonl, and log it to Weights & Biases."""
+        self.metrics.write((json.dumps(line) + "\n").encode())
+        if self.wandb:
+            self.wandb.log(line, step=line["step"])  # it ignores what a resumed run repeats
+
+    def log_step(
+        self, step: int, batch: common.GlobalBatch, started: float, data_seconds: float, **measured
+    ) -> None:
+        """Log an optimizer step that started then, and print it every ten seconds."""
+        now = time.perf_counter()
+        seconds = now - started
+        per_token, per_target, per_square = self.flops
+        flops = per_token * batch.num_tokens + per_target * batch.num_targets
+        flops += per_square * batch.squared_lengths
+        line = {
+            "step": step,
+            **measured,
+            "padding_fraction": batch.padding_fraction,
+            "tokens_per_second": batch.num_tokens / seconds,
+            "step_seconds": seconds,
+            "data_seconds": data_seconds,
+            "mfu": flops / seconds / self.world_size / self.peak if self.peak else None,
+            "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+        }
+        self.log(line)
+        self.trace(step)
+        if step % 100 == 0:
+            gc.collect(1)  # what is new: the imports' objects would take longer than a step
+        if step == self.config.steps or now - self.printed > 10:
+            say(
+                f"step {step}/{self.config.steps}  loss {line['loss']:.4f}  "
+                f"norm {line['grad_norm']:.2f}  {line['tokens_per_second']:,.0f} tokens/s"
+            )
+            self.printed = now
+
+    def log_validation(self, step: int, loss: float, bytes_per_target: float) -> None:
+        """Log a validation, in nats per target token, under its training step."""
+        line = {
+            "step": step,
+            "validation_loss": loss,
+            "validation_perplexity": math.exp(min(loss, 700)),
+        }
+        if bytes_per_target:
+            line["validation_bits_per_byte"] = loss / math.log(2) / bytes_per_target
+        self.log(line)
+        say(f"step {step}: validation loss {loss:.4f}")
+
+    def finish(
+        self, step: int, next_command: str, read: Callable[[Path, dict], None] | None = None
+    ) -> None:
+        """End the run: rank 0 writes hf/ and says what is next. `read` is that of `export`."""
+        config, checkpoint = self.config, self.checkpoints.newest
+        if step < config.steps:
+            say(
+                f"stopped after step {step}, saved in {checkpoint}; "
+                "rerun the same command with --resume auto to continue"
+            )
+        elif self.rank == 0:
+            with refusing(f"cannot write {self.directory}/hf ({checkpoint} is complete)"):
+                read = read or common.read_checkpoint
+                common.export(checkpoint, self.directory / "hf", read=read)
+            say(
+                f"files: {config.run_dir}/metrics.jsonl, and hf/ beside it for transformers\n"
+                f"try:   python sample.py {config.run_dir}\n"
+                f"next:  {next_command.format(run_dir=config.run_dir)}"
+            )
+        self.close(0)
+
+    def close(self, code: int) -> None:
+        """Keep what is still being written when the program ends, also by an error."""
+        with contextlib.suppress(Exception, dcp.CheckpointException):
+            self.checkpoints.wait()
+        if self.wandb:
+            self.wandb.finish(exit_code=code)  # otherwise the last steps would be lost
