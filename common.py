@@ -841,7 +841,8 @@ def read_checkpoint(checkpoint: Path, state_dict: dict) -> None:
         state_dict = {"app": state_dict}
     with refusing(
         f"{checkpoint} of torch {before['torch']} and {before.get('optimizer')} cannot be loaded "
-        "(use its weights alone: --init_from, another --run_dir)"
+        "(remove it if it is damaged; if another optimizer wrote it, use its weights alone: "
+        "--init_from, another --run_dir)"
     ):
         # For metadata that it cannot read, `dcp.load` would log 56 lines before it fails.
         dcp.FileSystemReader(checkpoint).read_metadata()
