@@ -906,7 +906,8 @@ class Checkpoints:
         Raises:
             Refusal: the facts differ, or run_dir is neither new, empty, nor this run's own.
         """
-        complete = [self.complete()]
+        with refusing(f"--run_dir {self.run_dir} cannot be read"):
+            complete = [self.complete()]
         dist.broadcast_object_list(complete)  # a node could see another list
         [own] = complete
         if resume == "auto":
