@@ -134,7 +134,7 @@ def test_the_counter_counts_nothing_but_code():
     text += 'f"{x:{f(1)}} {{}}" f"{f(1)}"\n'
     assert size_of_code(text) == (3 + 5 + 2 + 2, 5)
     for number, tokens in ((LONG, 1), (LONG + 1, LONG + 1)):
-        assert size_of_code(repr(" ".join(["word"] * number)))[0] == tokens
+        assert size_of_code(f"x = '{' '.join(['word'] * number)}'")[0] == 2 + tokens
 
 
 @pytest.mark.parametrize("name", BUDGETS)
