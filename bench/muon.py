@@ -56,16 +56,12 @@ class Contestant:
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.optimizer_seconds: list[float] = []
+        optimizer = self.session.optimizer
+        optimizer.step = timed(optimizer.step, self.optimizer_seconds)
 
     def step(self) -> None:
-        script, config = self.session.script, self.session.config
-        batch = next(self.stream)
-        torch.manual_seed(config.seed + batch.step)
-        plain = script.optimizer_step
-        script.optimizer_step = timed(plain, self.optimizer_seconds)
         train = timed(self.session.train_step, self.seconds)
-        self.losses.append(train(batch, script.learning_rate_at(batch.step, config)))
-        script.optimizer_step = plain
+        self.losses.append(train(next(self.stream), 1 + len(self.losses)))
 
     def result(self) -> dict[str, Any]:
         """Return losses and CPU seconds over all ranks. A collective."""
@@ -157,8 +153,13 @@ def train(steps: int) -> None:
                 print(f"step {step}\n{describe(result)}", flush=True)
     for name, contestant in contestants.items():
         one = contestant.session
-        loss = one.script.evaluate(one.model, data.validation, one.config, one.device)
-        result["runs"][name]["validation"] = loss
+        result["runs"][name]["validation"] = shared.ask(
+            one.script.evaluate,
+            model=one.model,
+            validation=data.validation,
+            config=one.config,
+            device=one.device,
+        )
         one.close()
     if dist.get_rank() == 0:
         FILE.write_text(json.dumps(result) + "\n")
