@@ -76,8 +76,8 @@ MISTAKES = [
                 'total[0] += model(**micro_batch) / (micro_batch["labels"] >= 0).sum().clamp(1)\n',
             ),
             (
-                'total[1] += (micro_batch["labels"] >= 0).sum()',
-                'total[1] += (micro_batch["labels"] >= 0).any()',
+                'total[1] += (micro_batch["labels"] != common.IGNORED).sum()',
+                'total[1] += (micro_batch["labels"] != common.IGNORED).any()',
             ),
         ],
         "agreement",
@@ -110,9 +110,8 @@ MISTAKES = [
         "fsdp2_pretrain.py",
         [
             (
-                "norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
-                "norm = nn.utils.get_total_norm([p.grad.to_local() for p in model.parameters()])\n"
-                "    return norm",
+                "norm = norm.full_tensor()",
+                "norm = nn.utils.get_total_norm([p.grad.to_local() for p in model.parameters()])",
             )
         ],
         "agreement",
@@ -277,7 +276,7 @@ MISTAKES = [
     Mistake(
         "attention across the documents of a packed sequence",
         "axolotl#3796",
-        "fsdp2_pretrain.py",
+        "model.py",
         [
             (
                 "lengths = [length for length in boundaries.diff().tolist() if length]",
@@ -313,7 +312,7 @@ MISTAKES = [
         "AdamW's moments not restored",
         "pytorch#140898 accelerate#3971",
         "common.py",
-        [("(model_state, optimizer_state))\n    set", '(model_state, {"state": {}}))\n    set')],
+        [('optim_state_dict=now | state_dict["optimizer"]', "optim_state_dict=now")],
         "resumes",
         "loss",
     ),
