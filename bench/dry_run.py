@@ -436,12 +436,10 @@ def dry_run(script: Any, config: Any, vocabulary: int, watch: Watch | None = Non
         changes = {"max_length": config.micro_batch_tokens, "pad_to_multiple_of": 1}
         config = dataclasses.replace(config, batching="bucketed", **changes)
     with fake_ranks(), adapted(script), fake, watch:
-        model = shared.build_model(script, config, shape)
-        model, optimizer = shared.build(script, config, model, CPU)
+        model, optimizer = shared.build(script, shape, config, CPU)
         batch = batch_of(script, config)
         kept = observe(script, config, model, optimizer, batch, watch)
-        decayed = optimizer.param_groups[0]["params"]
-        exchanged = [p for p in decayed if hasattr(p, "muon_dtype") and p.ndim == 2]
+        exchanged = [p for p in getattr(optimizer, "matrices", ()) if p.ndim == 2]
         frozen, adapters = [], []
         if hasattr(script, "LoraLinear"):
             inside = set(transformer_blocks(model).parameters())

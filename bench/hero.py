@@ -95,9 +95,8 @@ def observe(script_name: str, flags: dict[str, int], rank: int) -> dict[str, Any
         watch = dry_run.Watch()
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with dry_run.fake_ranks(), dry_run.adapted(script), fake, watch:
-            model = shared.build_model(script, config, shape)
-            full = by_block(model.named_parameters())
-            model, optimizer = shared.build(script, config, model, dry_run.CPU)
+            full = by_block(shared.build_model(script, shape, config).named_parameters())
+            model, optimizer = shared.build(script, shape, config, dry_run.CPU)
             inner = getattr(model, "module", model)
             seen: dict[str, Any] = {"held": by_block(inner.named_parameters())}
             batch = dry_run.batch_of(script, config)

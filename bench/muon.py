@@ -86,7 +86,7 @@ def measure_bytes(data: Any) -> dict[str, float]:
     """Return what Muon and torch.optim.Muon, which knows only bf16, send on the same shards."""
     config = fsdp2_muon_pretrain.Config(precision="bf16")
     session = shared.Session(fsdp2_muon_pretrain, config, data)
-    matrices = [p for p in session.model.parameters() if hasattr(p, "muon_dtype")]
+    matrices = [p for p in session.model.parameters() if p in session.optimizer.matrices]
     peer = torch.optim.Muon(matrices, lr=1e-3, adjust_lr_fn="match_rms_adamw")
     return {"ours": sent(session.optimizer), "torch.optim.Muon": sent(peer)}
 
@@ -153,13 +153,8 @@ def train(steps: int) -> None:
                 print(f"step {step}\n{describe(result)}", flush=True)
     for name, contestant in contestants.items():
         one = contestant.session
-        result["runs"][name]["validation"] = shared.ask(
-            one.script.evaluate,
-            model=one.model,
-            validation=data.validation,
-            config=one.config,
-            device=one.device,
-        )
+        loss = shared.evaluate(one.script, one.model, data.validation, one.config, one.device)
+        result["runs"][name]["validation"] = loss
         one.close()
     if dist.get_rank() == 0:
         FILE.write_text(json.dumps(result) + "\n")

@@ -91,7 +91,7 @@ def qwen2(width: int, inner: int, blocks: int, heads: int, groups: int, vocabula
 # functions, because the peers of bench/compare.py lack some of them.
 
 
-def ask(function: Callable, **values: Any) -> Any:
+def call(function: Callable, **values: Any) -> Any:
     """Call a script's function with those of the values that its parameters name."""
     names = inspect.signature(function).parameters
     return function(**{name: values[name] for name in values if name in names})
@@ -161,26 +161,32 @@ def architecture(script: Any, config: Any, vocabulary: int) -> Any:
     return build_config(config, vocabulary, None)
 
 
-def build_model(script: Any, config: Any, model_config: Any) -> Any:
+def build_model(script: Any, model_config: Any, config: Any) -> Any:
     """Return the script's model on the meta device."""
     import model
 
-    return model.build_model(model_config, config)
+    build = getattr(script, "build_model", model.build_model)
+    loss = getattr(script, "vocabulary_parallel_loss", None)  # of tensor parallelism
+    return build(model_config, config, loss) if loss else build(model_config, config)
 
 
-def build(script: Any, config: Any, model: Any, device: Any) -> tuple[Any, Any]:
-    """Return the script's model, parallelized and initialized, and its optimizer.
-
-    Args:
-        model: of `build_model`.
-    """
+def build(script: Any, model_config: Any, config: Any, device: Any) -> tuple[Any, Any]:
+    """Return the script's model, parallelized and initialized, and its optimizer."""
     from model import weight_decay_names
-    from run import default_learning_rate, set_learning_rates
+    from run import set_learning_rates
 
-    set_learning_rates(config, default_learning_rate(config, model.num_parameters()))
+    model = build_model(script, model_config, config)
+    set_learning_rates(config, script.default_learning_rate(config, model.num_parameters()))
+    if hasattr(script, "set_momentum"):
+        script.set_momentum(config, model)
     decayed = weight_decay_names(model)
     model = script.parallelize(model, config, device)
-    return model, ask(script.build_optimizer, model=model, decayed=decayed, config=config)
+    return model, call(script.build_optimizer, model=model, decayed=decayed, config=config)
+
+
+def evaluate(script: Any, model: Any, validation: Any, config: Any, device: Any) -> float:
+    """Return the mean loss of the validation batches."""
+    return call(script.evaluate, model=model, validation=validation, config=config, device=device)
 
 
 class Session:
@@ -206,9 +212,9 @@ class Session:
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.full = build_model(script, config, self.data.model_config)
-        model = build_model(script, config, self.data.model_config)
-        self.model, self.optimizer = build(script, config, model, self.device)
+        model_config = self.data.model_config
+        self.full = build_model(script, model_config, config)
+        self.model, self.optimizer = build(script, model_config, config, self.device)
         if config.init_from:
             common.load_weights(self.model, config.init_from)
 

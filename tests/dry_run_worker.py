@@ -26,8 +26,7 @@ def really(script, config, vocabulary: int) -> dict:
         script.train_step(model, optimizer, batch, 1, config, dry_run.CPU)
 
     with watch:
-        model = shared.build_model(script, config, model_config)
-        model, optimizer = shared.build(script, config, model, dry_run.CPU)
+        model, optimizer = shared.build(script, model_config, config, dry_run.CPU)
         batch = dry_run.batch_of(script, config)
         for _ in range(2 * (script is ddp_pretrain)):  # it builds new buckets in its second step
             step()

@@ -406,8 +406,7 @@ def run(script: Any, flags: dict[str, Any]) -> dict[str, Any]:
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with dry_run.adapted(script), fake, Recorder():
-            model = shared.build_model(script, config, model_config)
-            model, optimizer = shared.build(script, config, model, device)
+            model, optimizer = shared.build(script, model_config, config, device)
             seen["parameters"] = sorted({str(p.device) for p in model.parameters()})
             for step in range(2):
                 SEEN.clear()
@@ -422,8 +421,7 @@ def run(script: Any, flags: dict[str, Any]) -> dict[str, Any]:
                 seen |= {"validation": {}, "sampling": dict(SEEN)}
             else:
                 batches.plan = lambda _: plan[: 8 * share[1]]
-                values = {"model": model, "validation": batches, "config": config}
-                shared.ask(script.evaluate, device=device, **values)
+                shared.evaluate(script, model, batches, config, device)
                 seen["validation"] = dict(SEEN)
     finally:
         dist.destroy_process_group()

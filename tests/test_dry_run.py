@@ -361,8 +361,7 @@ def test_peak_is_that_of_pytorchs_own_tracker(two_blocks, mode):
     dry_run.be_rank(0, 8, 8)
     with dry_run.fake_ranks(), dry_run.adapted(fsdp2_pretrain), fake, watch:
         model_config = shared.architecture(fsdp2_pretrain, config, 320)
-        model = shared.build_model(fsdp2_pretrain, config, model_config)
-        model, optimizer = shared.build(fsdp2_pretrain, config, model, dry_run.CPU)
+        model, optimizer = shared.build(fsdp2_pretrain, model_config, config, dry_run.CPU)
         batch = dry_run.batch_of(fsdp2_pretrain, config)
         step = [model, optimizer, batch, 1, config, dry_run.CPU]
         fsdp2_pretrain.train_step(*step)
