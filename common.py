@@ -347,12 +347,18 @@ def tokenize_text(row: dict, tokenizer: Tokenizer) -> tuple:
 
 
 def tokenize(
-    batch: dict, columns: list, function: Callable, tokenizer: Tokenizer, dtype: np.dtype
+    batch: dict,
+    columns: list,
+    function: Callable,
+    tokenizer: Tokenizer,
+    dtype: np.dtype,
+    **arguments: Any,
 ) -> pyarrow.Table:
     """Return what the cache holds of a batch of rows, as a table, with token ids of this type.
 
     Args:
         batch: the rows as columns, name -> list of values.
+        arguments: more arguments of `function`.
     """
     documents = []
     for values in zip(*batch.values()):  # fails for text that is not UTF-8
@@ -361,7 +367,7 @@ def tokenize(
         num_bytes = 0
         try:
             row = parse_row(dict(zip(batch, values)), columns)
-            tokens, in_loss, group, num_bytes = function(row, tokenizer)
+            tokens, in_loss, group, num_bytes = function(row, tokenizer, **arguments)
         except LeftOut as reason:
             left_out = str(reason)
         documents.append(
@@ -400,6 +406,7 @@ def load_documents(
     function: Callable,
     tokenizer: Tokenizer,
     corpora: dict = CORPORA,
+    **arguments: Any,
 ) -> datasets.Dataset:
     """Tokenize --dataset with several processes, once for all runs and all --max_length.
 
@@ -410,6 +417,7 @@ def load_documents(
         columns: those to read if they are there.
         function: a module-level function as `tokenize_text`.
         corpora: name -> generator of documents, for names of --dataset that are no files.
+        arguments: more arguments of `function`, which are pickled for other processes.
     """
     corpus = open_dataset(config, corpora)
     present = [column for column in [JSON, *columns] if column in corpus.column_names]
@@ -424,6 +432,7 @@ def load_documents(
         CACHE_VERSION,
         columns,
         inspect.getsource(function),
+        arguments,
         tokenizer.special_tokens_map,
         tokenizer.chat_template,
         tokenizer.backend_tokenizer.to_str(),
@@ -446,6 +455,7 @@ def load_documents(
                 "function": function,
                 "tokenizer": tokenizer,
                 "dtype": np.min_scalar_type(vocabulary_size(tokenizer) - 1),  # holds all ids
+                **arguments,
             },
             new_fingerprint=key,
             num_proc=min(num_cpus, len(corpus) // 1000),

@@ -417,13 +417,18 @@ class Run:
         common.save_tokenizer(self.tokenizer, directory)
 
     def begin(
-        self, checkpoints: common.Checkpoints, progress: dict, mesh: str, number: int
+        self,
+        checkpoints: common.Checkpoints,
+        progress: dict,
+        mesh: str,
+        number: int = 1,
+        work: str = "",
     ) -> None:
         """Start training after `progress`: all checks have passed. A collective.
 
         Rank 0 locks the directory, drops the lines of metrics.jsonl that the checkpoint did not
         have, and says what begins: on which mesh, with which number of micro-batches per rank and
-        step. From here on signals only request a stop.
+        step, or with which other `work`. From here on signals only request a stop.
         """
         config = self.config
         for group in dist.distributed_c10d._world.pg_map:  # those of a mesh have torch's default
@@ -438,11 +443,13 @@ class Run:
                 self.open_wandb(progress)
         if checkpoints.newest:
             say(f"resuming from {checkpoints.newest}")
+        work = work or (
+            f"{number} micro-batches per rank and step, {config.global_batch_tokens:,} tokens"
+        )
         say(
             f"{self.facts['parameters']:,} parameters, {self.num_documents:,} documents, "
             f"{self.num_tokens:,} tokens; writing {config.run_dir}\n"
-            f"{config.precision} on {self.world_size} ranks ({mesh}), {number} micro-batches "
-            f"per rank and step, {config.global_batch_tokens:,} tokens, "
+            f"{config.precision} on {self.world_size} ranks ({mesh}), {work}, "
             f"learning rate {config.learning_rate:g}"
         )
         self.trace(progress["step"])
@@ -511,9 +518,15 @@ class Run:
             self.wandb.log(line, step=line["step"])  # it ignores what a resumed run repeats
 
     def log_step(
-        self, step: int, batch: common.GlobalBatch, started: float, data_seconds: float, **measured
+        self,
+        step: int,
+        batch: common.GlobalBatch,
+        started: float,
+        data_seconds: float,
+        aim: str = "loss",
+        **measured,
     ) -> None:
-        """Log an optimizer step that started then, and print it every ten seconds."""
+        """Log an optimizer step that started then, and print its `aim` every ten seconds."""
         now = time.perf_counter()
         seconds = now - started
         per_token, per_target, per_square = self.flops
@@ -535,7 +548,7 @@ class Run:
             gc.collect(1)  # what is new: the imports' objects would take longer than a step
         if step == self.config.steps or now - self.printed > 10:
             say(
-                f"step {step}/{self.config.steps}  loss {line['loss']:.4f}  "
+                f"step {step}/{self.config.steps}  {aim} {line[aim]:.4f}  "
                 f"norm {line['grad_norm']:.2f}  {line['tokens_per_second']:,.0f} tokens/s"
             )
             self.printed = now
