@@ -431,7 +431,6 @@ def test_generated_parts_are_current(monkeypatch):
     assert sorted(readme.PAGES) == sorted(PAGES)
     for page in PAGES:
         assert readme.renewed(TEXT[page.name]) == TEXT[page.name], page
-    assert {readme.diffs.BASE, *readme.diffs.OTHERS} == {*ALL_SCRIPTS}
 
 
 def test_the_proofs_that_assistants_are_asked_for_exist():
