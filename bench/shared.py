@@ -8,6 +8,7 @@ import gc
 import importlib
 import inspect
 import itertools
+import math
 import os
 import sys
 import time
@@ -90,6 +91,11 @@ def qwen2(width: int, inner: int, blocks: int, heads: int, groups: int, vocabula
 # What differs between the scripts' mains is known here alone. Libraries are imported inside
 # functions, because the peers of bench/compare.py lack some of them.
 
+# Of scripts that fine-tune: what marks a turn, and the default peak learning rates of small and
+# large models.
+MARKS = {"fsdp2_sft": "new tokens", "fsdp2_lora": "text"}
+RATES = {"fsdp2_sft": (2e-3, 2e-5), "fsdp2_lora": (1e-2, 2e-4), "fsdp2_grpo": (5e-4, 1e-6)}
+
 
 def call(function: Callable, **values: Any) -> Any:
     """Call a script's function with those of the values that its parameters name."""
@@ -121,10 +127,11 @@ def dp_rank_and_size(script: Any, config: Any) -> tuple[int, int]:
 
 
 def batches_class(script: Any) -> type:
-    """Return the script's own class of batches, or common's."""
+    """Return the class of the script's batches."""
     import common
+    import conversations
 
-    return getattr(script, "ConversationBatches", common.Batches)
+    return conversations.ConversationBatches if script.__name__ in MARKS else common.Batches
 
 
 def load_data(script: Any, config: Any, kind: type | None = None) -> SimpleNamespace:
@@ -134,40 +141,74 @@ def load_data(script: Any, config: Any, kind: type | None = None) -> SimpleNames
         kind: the class of the batches, if not the script's own.
     """
     import common
-    from model import build_config
+    import conversations
 
     os.environ.setdefault("RANK", "0")  # `common.say` prints on rank 0
     kind = kind or batches_class(script)
-    tokenizer = common.load_tokenizer(config.tokenizer)
-    documents = common.load_documents(config, [config.text_column], common.tokenize_text, tokenizer)
+    if script.__name__ in MARKS:
+        marks, function = MARKS[script.__name__], script.tokenize_conversation
+        tokenizer, form, known_ids = conversations.chat_tokenizer(config, marks)
+        columns, corpora = conversations.COLUMNS, conversations.CORPORA
+        documents = common.load_documents(
+            config, columns, function, tokenizer, corpora, header=form.header
+        )
+        shorten = conversations.truncate
+        ends = conversations.base_generation(config, tokenizer, form.turn_end).eos_token_id
+    else:
+        tokenizer = common.load_tokenizer(config.tokenizer)
+        columns, function = [config.text_column], common.tokenize_text
+        documents = common.load_documents(config, columns, function, tokenizer)
+        shorten, ends = common.Sequences.split, tokenizer.eos_token_id
+        known_ids = common.vocabulary_size(tokenizer)
     parts = common.train_validation_split(documents, config.eval_tokens)
-    parts = [part.split(config.max_length) for part in parts]
+    parts = [shorten(part, config.max_length) for part in parts]
     training, validation = (kind(part, config, tokenizer.eos_token_id) for part in parts)
+    added = common.vocabulary_size(tokenizer) - known_ids
     return SimpleNamespace(
         tokenizer=tokenizer,
         documents=documents,
         training=training,
         validation=validation,
-        model_config=build_config(
-            config, common.vocabulary_size(tokenizer), tokenizer.eos_token_id
-        ),
+        model_config=architecture(script, config, known_ids, added, ends),
     )
 
 
-def architecture(script: Any, config: Any, vocabulary: int) -> Any:
-    """Return the script's model configuration for a tokenizer with so many ids."""
+def architecture(
+    script: Any, config: Any, known_ids: int, added: int | None = None, ends: Any = None
+) -> Any:
+    """Return the script's model configuration for a tokenizer with so many ids.
+
+    Args:
+        added: ids of the chat template; by default as many as fine-tuning adds to a tokenizer.
+        ends: ids that end a text.
+    """
+    import conversations
     from model import build_config
 
-    return build_config(config, vocabulary, None)
+    model_config = build_config(config, known_ids, ends)
+    if script.__name__ == "fsdp2_sft":
+        tokens = [*conversations.TURN, *conversations.INSIDE, "<|pad|>"]
+        vocabulary = known_ids + (len(tokens) if added is None else added)
+        if vocabulary > model_config.vocab_size:
+            model_config.vocab_size = math.ceil(vocabulary / 64) * 64
+    return model_config
 
 
 def build_model(script: Any, model_config: Any, config: Any) -> Any:
     """Return the script's model on the meta device."""
+    import torch
+
     import model
 
+    if script.__name__ == "fsdp2_grpo":
+        return script.build_policy(model_config, config, None)
     build = getattr(script, "build_model", model.build_model)
     loss = getattr(script, "vocabulary_parallel_loss", None)  # of tensor parallelism
-    return build(model_config, config, loss) if loss else build(model_config, config)
+    made = build(model_config, config, loss) if loss else build(model_config, config)
+    if script.__name__ == "fsdp2_lora":
+        with torch.device("meta"):
+            script.add_adapters(made, config)
+    return made
 
 
 def build(script: Any, model_config: Any, config: Any, device: Any) -> tuple[Any, Any]:
@@ -176,7 +217,11 @@ def build(script: Any, model_config: Any, config: Any, device: Any) -> tuple[Any
     from run import set_learning_rates
 
     model = build_model(script, model_config, config)
-    set_learning_rates(config, script.default_learning_rate(config, model.num_parameters()))
+    size = model.num_parameters()
+    if rates := RATES.get(script.__name__):
+        set_learning_rates(config, rates[size >= 10_000_000], ratio=10)
+    else:
+        set_learning_rates(config, script.default_learning_rate(config, size))
     if hasattr(script, "set_momentum"):
         script.set_momentum(config, model)
     decayed = weight_decay_names(model)
