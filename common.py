@@ -851,7 +851,8 @@ def read_checkpoint(checkpoint: Path, state_dict: dict) -> None:
         state_dict = {"app": state_dict}
     with refusing(
         f"{checkpoint} of torch {before['torch']} and {before.get('optimizer')} cannot be loaded "
-        "(use its weights alone: --init_from, another --run_dir)"
+        "(remove it if it is damaged; if another optimizer wrote it, use its weights alone: "
+        "--init_from, another --run_dir)"
     ):
         # For metadata that it cannot read, `dcp.load` would log 56 lines before it fails.
         dcp.FileSystemReader(checkpoint).read_metadata()
@@ -915,7 +916,8 @@ class Checkpoints:
         Raises:
             Refusal: the facts differ, or run_dir is neither new, empty, nor this run's own.
         """
-        complete = [self.complete()]
+        with refusing(f"--run_dir {self.run_dir} cannot be read"):
+            complete = [self.complete()]
         dist.broadcast_object_list(complete)  # a node could see another list
         [own] = complete
         if resume == "auto":
