@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import cases  # also adds the root and bench to sys.path
+import chat
 import collectives
 import numpy as np
 import torch
@@ -20,7 +21,6 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-import chat
 import common
 import fsdp2_grpo as script
 

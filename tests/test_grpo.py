@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import chat
 import numpy as np
 import pytest
 import torch
@@ -44,7 +45,6 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicCache
 
-import chat
 import common
 import fsdp2_grpo as script
 import fsdp2_sft
