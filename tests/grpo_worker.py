@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import cases  # also adds the root and bench to sys.path
+import chat
 import collectives
 import numpy as np
 import shared

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import chat
 import numpy as np
 import pytest
 import torch
