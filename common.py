@@ -400,6 +400,30 @@ def parse_json(text: str) -> Any:
         raise LeftOut("are broken JSON") from None
 
 
+def cache_key(
+    corpus: datasets.Dataset,
+    columns: list,
+    function: Callable,
+    tokenizer: Tokenizer,
+    arguments: Any,
+) -> str:
+    """Return a hash of all that the tokens of a corpus depend on.
+
+    NOTE: without a key of our own, datasets would hash the function. One that it cannot hash gets a
+    new key each time, so every rank and every run would tokenize again.
+    """
+    return fingerprint(
+        corpus._fingerprint,
+        CACHE_VERSION,
+        columns,
+        inspect.getsource(function),
+        arguments,
+        tokenizer.special_tokens_map,
+        tokenizer.chat_template,
+        tokenizer.backend_tokenizer.to_str(),
+    )
+
+
 def load_documents(
     config: Any,
     columns: list,
@@ -425,18 +449,7 @@ def load_documents(
         names = " or ".join(columns[:4])
         refuse(f"--dataset {config.dataset} has no column {names}: {corpus.column_names}")
     corpus = corpus.select_columns(present)
-    # NOTE: without a key of our own, datasets would hash the function. One that it cannot hash
-    # gets a new key each time, so every rank and every run would tokenize again.
-    key = fingerprint(
-        corpus._fingerprint,
-        CACHE_VERSION,
-        columns,
-        inspect.getsource(function),
-        arguments,
-        tokenizer.special_tokens_map,
-        tokenizer.chat_template,
-        tokenizer.backend_tokenizer.to_str(),
-    )
+    key = cache_key(corpus, columns, function, tokenizer, arguments)
     # macOS cannot tell which CPUs a process may use.
     num_cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     # The first rank of a node does the work, and the others wait and read the cache. This happens

@@ -304,7 +304,8 @@ def one_rank(monkeypatch):
     """Make this process a process group of one rank."""
     import torch.distributed as dist
 
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

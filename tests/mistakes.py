@@ -131,11 +131,11 @@ MISTAKES = [
         "fsdp2_tp_pretrain.py",
         [
             (
-                "tensor_parallel(block, parallelize_plan=BLOCK_PLAN)\n",
-                "tensor_parallel(block, parallelize_plan=BLOCK_PLAN)\n"
+                "        fully_shard(block, reshard_after_forward",
                 "        block.self_attn.o_proj.register_forward_hook(\n"
                 "            lambda o, _, out: out + o.bias * (config.tensor_parallel - 1)\n"
-                "        )\n",
+                "        )\n"
+                "        fully_shard(block, reshard_after_forward",
             )
         ],
         "agreement",
@@ -168,8 +168,8 @@ MISTAKES = [
         "fsdp2_tp_pretrain.py",
         [
             (
-                "return group, dist.get_world_size() // config.tensor_parallel",
-                "return dist.get_rank(), dist.get_world_size()",
+                "return rank // config.tensor_parallel, dp_size",
+                "return rank, ranks",
             )
         ],
         "agreement",
@@ -199,7 +199,7 @@ MISTAKES = [
             (
                 "        micro_batch = local_micro_batch(micro_batch, config, device)\n"
                 "        total[0] += model(**micro_batch)\n"
-                '        total[1] += (micro_batch["labels"] >= 0).sum()\n',
+                '        total[1] += (micro_batch["labels"] != common.IGNORED).sum()\n',
                 '        total[1] += (micro_batch["labels"] >= 0).sum()\n'
                 "        micro_batch = local_micro_batch(micro_batch, config, device)\n"
                 "        total[0] += model(**micro_batch)\n",
@@ -269,7 +269,7 @@ MISTAKES = [
         "EP: biases of experts moved by the tokens of one rank",
         "torchtitan#3666 torchtitan#3686",
         "fsdp2_ep_pretrain.py",
-        [("    dist.all_reduce(counts)\n", "")],
+        [("    dist.all_reduce(counts)  # of all ranks\n", "")],
         "experts",
         "loss, expert load",
     ),

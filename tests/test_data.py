@@ -32,6 +32,7 @@ from transformers import (
 
 import common
 import conversations
+import fsdp2_sft
 from model import attend_one_by_one, document_attention
 from run import Run
 
@@ -524,10 +525,14 @@ def embedded(corpus: str) -> common.Sequences:
     """Return the training sequences of an embedded corpus, as the scripts read it by default."""
     if corpus == "stdlib":
         return split(load(corpus))[0].split(512)
-    tokenizer, _ = fsdp2_sft.chat_tokenizer(fsdp2_sft.Config())
-    config = data_config(dataset=corpus)
+    tokenizer, *_ = conversations.chat_tokenizer(fsdp2_sft.Config(), "new tokens")
     documents = common.load_documents(
-        config, ["prompt", "completion", "system"], fsdp2_sft.tokenize_conversation, tokenizer
+        data_config(dataset=corpus),
+        ["prompt", "completion", "system"],
+        fsdp2_sft.tokenize_conversation,
+        tokenizer,
+        conversations.CORPORA,
+        header="",
     )
     return conversations.truncate(common.train_validation_split(documents, math.inf)[0], 2048)
 

@@ -33,6 +33,7 @@ BUDGETS = {
 SHARED = ["common.py", "run.py", "model.py", "conversations.py"]
 SCRIPTS = [name for name in BUDGETS if name not in (*SHARED, "sample.py")]
 PRETRAINING = [name for name in SCRIPTS if name.endswith("_pretrain.py")]
+LOSSES = [name for name in SCRIPTS if name != "fsdp2_grpo.py"]  # a step of RL begins with sampling
 CHATS = ["fsdp2_sft.py", "fsdp2_lora.py", "fsdp2_grpo.py"]
 # Tokens that files may have together.
 SUMS = [(SHARED[:3], 12_500), (SHARED, 16_000), (SCRIPTS, 39_100)]
@@ -40,36 +41,52 @@ USUAL = ["Strategy", "Optimizer and schedule", "Main"]
 SECTIONS = {name: USUAL for name in SCRIPTS} | {
     "ddp_pretrain.py": ["Strategy", "ZeRO-1: --shard_optimizer", *USUAL[1:]],
     "fsdp2_sft.py": ["Conversations", *USUAL],
-    "fsdp2_lora.py": ["Conversations", "Adapters", *USUAL],
-    "fsdp2_grpo.py": ["Conversations", "Reward and loss", "Sampling", *USUAL],
+    "fsdp2_lora.py": [
+        *("Conversations", "Adapters", "The base in 4 bits"),
+        *USUAL[:2],
+        *("Files of a run", "Main"),
+    ],
+    "fsdp2_grpo.py": [
+        *("Prompts", "Reward", "Strategy", "Model and loss", "Sampling"),
+        *USUAL[1:],
+    ],
 }
 # What every script defines, in this order. Other functions may be among them.
 ORDER = ["Config", "init_process_group", "parallelize", "train_step", "evaluate"]
 ORDER += ["build_optimizer", "learning_rate_at", "main"]
-# Function or class -> groups of scripts in which it is the same text, as in `short`. What is not
-# listed here is another text in each script that has it.
+# Function or class -> groups of scripts in which it is the same text, by the names of `short`. What
+# is not listed here is another text in each script that has it.
 SAME = {
     "learning_rate_at": ["ddp fsdp1 fsdp2 muon tp cp pp ep nd sft lora grpo"],
-    # Gradients that are offloaded need gloo too.
-    "init_process_group": ["ddp fsdp1 tp cp pp ep nd lora grpo", "fsdp2 muon sft"],
-    "parallelize": ["fsdp2 muon"],
+    # The comment on gloo names gradients where they can be offloaded.
+    "init_process_group": ["ddp fsdp1 tp cp ep nd", "fsdp2 muon pp sft lora"],
+    # sft and grpo lack float8.
+    "parallelize": ["fsdp2 muon", "sft grpo"],
+    "train_step": ["fsdp2 sft"],
     "evaluate": ["fsdp2 muon ep sft lora"],
-    "build_optimizer": ["fsdp2 cp ep sft grpo"],
+    "build_optimizer": ["fsdp2 tp cp pp ep nd sft lora grpo"],
+    # Fine-tuning.
     "encode": ["sft lora"],
     "tokenize_conversation": ["sft lora"],
+    # What nd takes over from other strategies.
+    "gather_sequences": ["tp nd"],
+    "vocabulary_parallel_loss": ["tp nd"],
+    "PassThrough": ["pp nd"],
 }
 # Parts of functions that are the same text: where a part begins, and the line after it.
 PARTS = {
     "the data of pretraining": (
         PRETRAINING, "    # Tokenizing can take longer", "    vocabulary_size = common.",
     ),
-    "the loop": (SCRIPTS, "    # Step and tokens are the position", "    # `launch` calls it once"),
-    "the checks before an update": (
-        SCRIPTS, "    # `.item()` waits for the GPU.", "    for group in optimizer.param_groups:",
+    "the loop": (LOSSES, "    # Step and tokens are the position", "    checkpoints.wait()"),
+    "the check before an update": (
+        LOSSES, "    # `.item()` waits for the GPU.", "    refuse_non_finite(step, **measured)",
     ),
 }  # fmt: skip
-# Lines that a script may have in place of others in these parts: of ranks that share a micro-batch.
+# What a script may have in place of something else in these parts: of ranks that share a
+# micro-batch, and of LoRA, which saves the adapters alone.
 VARIANTS = {
+    "checkpoints.save(adapters,": "checkpoints.save(model,",
     "dp_rank, dp_size)": "rank, ranks)",
     "evaluate(model, validation, config, device)": "evaluate(model, validation, device)",
 }
