@@ -127,9 +127,7 @@ def grpo() -> None:
                 script, architecture(script, config, VOCABULARY), config, device
             )
             rng = np.random.default_rng(0)
-            asked = [
-                rng.integers(VOCABULARY, size=prompt).astype(np.uint32) for _ in range(prompts)
-            ]
+            asked = [rng.integers(VOCABULARY, size=prompt) for _ in range(prompts)]
             draws = rng.random((prompts * answers, length))
             sampling, training = [], []
             for _ in range(3):
@@ -149,7 +147,7 @@ def grpo() -> None:
                 batches = script.AnswerBatches(found, advantages, config, padding_id=0)
                 batch = batches.global_batch(batches.plan(0), 0, 1)
                 began = time.perf_counter()
-                measured = script.train_step(model, None, optimizer, batch, 1e-6, config, device)
+                measured = script.train_step(model, optimizer, batch, 1, config, device)
                 synchronize()
                 training.append(time.perf_counter() - began)
                 kit.need(10)

@@ -30,9 +30,9 @@ def loss_of_the_last_stage(stage):
     The last stage sends nothing; it returns the loss, a scalar.
     """
     base = stage._PipelineStageBase
-    check = base._validate_fwd_outputs
     if hasattr(stage, "_StageMeta"):
         return
+    check = base._validate_fwd_outputs
 
     @wraps(check)
     def validate(self, outputs):
