@@ -34,6 +34,7 @@ import re
 import shutil
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -53,6 +54,7 @@ import tiktoken
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import tqdm
 import transformers
 import xxhash
 from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, ValidationError
@@ -373,6 +375,9 @@ def encode_text(text: str, tokenizer: Tokenizer):
 
 READERS = {".parquet": "parquet", ".jsonl": "text", ".json": "json", ".txt": "text"}
 JSON = "a line of JSON"  # column of .jsonl files; `tokenize` parses it
+# The first progress bar, even a disabled one, creates a lock, by default with a named semaphore. If
+# the process then ends by `os._exit`, as in `launch`, Python 3.14 prints two lines about it.
+tqdm.tqdm.set_lock(threading.RLock())
 
 
 def standard_library_files():
@@ -745,7 +750,8 @@ class Batches:
             begin = ends[-1] if packed else i * width
             ends.append(begin + len(tokens) - 1)
             inputs[begin : ends[-1]] = tokens[:-1]
-            labels[begin : ends[-1]] = np.where(in_loss, tokens, IGNORED)[1:]
+            # Ids may have an unsigned type, and NumPy would cast IGNORED itself to that type.
+            labels[begin : ends[-1]] = np.where(in_loss, tokens, np.int64(IGNORED))[1:]
         micro_batch = {
             "input_ids": torch.from_numpy(inputs).view(height, width),
             "labels": torch.from_numpy(labels).view(height, width),
