@@ -28,6 +28,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,7 @@ import tiktoken
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import tqdm
 import transformers
 import xxhash
 from safetensors.torch import save_file
@@ -261,6 +263,9 @@ def encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
 
 READERS = {".parquet": "parquet", ".jsonl": "text", ".json": "json", ".txt": "text"}
 JSON = "a line of JSON"  # column of .jsonl files; `tokenize` parses it
+# The first progress bar, even a disabled one, creates a lock, by default with a named semaphore. If
+# the process then ends by `os._exit`, as `run.launch` does after an error, Python 3.14 prints two lines about it.
+tqdm.tqdm.set_lock(threading.RLock())
 
 
 def standard_library_files() -> list[str]:
@@ -673,7 +678,8 @@ class Batches:
             begin = ends[-1] if packed else i * width
             ends.append(begin + len(tokens) - 1)
             inputs[begin : ends[-1]] = tokens[:-1]
-            labels[begin : ends[-1]] = np.where(in_loss, tokens, IGNORED)[1:]
+            # Ids may have an unsigned type, and NumPy would cast IGNORED itself to that type.
+            labels[begin : ends[-1]] = np.where(in_loss, tokens, np.int64(IGNORED))[1:]
         micro_batch = {
             "input_ids": torch.from_numpy(inputs).view(height, width),
             "labels": torch.from_numpy(labels).view(height, width),
