@@ -839,8 +839,9 @@ def read_checkpoint(checkpoint: Path, state_dict: dict) -> None:
     before = read_description(checkpoint)
     if before["checkpoint_style"] == "stateful" and "app" not in state_dict:
         state_dict = {"app": state_dict}
+    optimizer = before.get("optimizer", "an unknown optimizer")
     with refusing(
-        f"{checkpoint} of torch {before['torch']} and {before.get('optimizer')} cannot be loaded "
+        f"{checkpoint} of torch {before['torch']} and {optimizer} cannot be loaded "
         "(use its weights alone: --init_from, another --run_dir)"
     ):
         # For metadata that it cannot read, `dcp.load` would log 56 lines before it fails.
