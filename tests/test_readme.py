@@ -23,6 +23,7 @@ from grid import share
 
 import common
 import fsdp2_grpo
+import model
 
 ALL_SCRIPTS = [*SCRIPTS, MUON, *INSIDE, EXPERTS, "fsdp2_nd_pretrain.py"]
 ALL_SCRIPTS += ["fsdp2_sft.py", "fsdp2_lora.py", "fsdp2_grpo.py"]
@@ -233,7 +234,7 @@ def test_the_types_that_train_are_counted():
     counted = re.search(pattern, " ".join(README.split()))
     there = len(transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     version = transformers.__version__.rpartition(".")[0]
-    listed = [len(types.split()) for types in (common.BUCKETED_TYPES, common.PACKED_TYPES)]
+    listed = [len(types.split()) for types in (model.BUCKETED_TYPES, model.PACKED_TYPES)]
     assert counted.groups() == (str(there), version, *map(str, listed))
 
 
