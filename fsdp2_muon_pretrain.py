@@ -3,21 +3,34 @@
     torchrun --standalone --nproc-per-node=2 fsdp2_muon_pretrain.py
 
 When to use it: to reach the same loss in fewer steps than with AdamW, and with less optimizer
-state. Read fsdp2_pretrain.py before it.
+state.
 
 AdamW updates every number on its own, so each rank can update its shards alone. Muon updates a
-matrix in the direction of its momentum after it has set all singular values to about 1. So rare
-directions move as far as frequent ones. This needs the full matrix, and FSDP2 has left each rank
-only some of its rows. The ranks therefore take several matrices of one shape at a time. An
-all-to-all gives each rank an equal part of them in full. The rank orthogonalizes these, and a
-second all-to-all returns their rows. AdamW still updates embeddings, head, norms and biases.
+matrix in the direction of its momentum, the moving average of its gradients, but first sets all
+singular values of that to about 1. So rare directions move as far as frequent ones. This needs the
+full matrix, but `fully_shard` of FSDP2 leaves each rank only some of its rows.
 
-Memory per rank: 12/N bytes per parameter of these matrices instead of 16/N, because Muon keeps one
-moment instead of two.
+The ranks therefore process several matrices of one shape at a time. An all-to-all gives each rank
+an equal part of them in full. The rank orthogonalizes these, and a second all-to-all returns their
+rows. AdamW still updates embeddings, head, norms and biases.
 
-Communication volume per step, with M the bytes of the matrices in compute precision: FSDP2's, and
-2M(N-1)/N² for the all-to-alls. If every rank gathered every matrix it would be M(N-1)/N, and all
-ranks would compute the same.
+A DTensor is a tensor that is spread over ranks. Its `shape` is the shape of the full tensor, but
+each rank holds only a shard, `to_local()`. FSDP2 shards each parameter along dimension 0.
+
+Memory per rank, with N ranks: 1/N of the fp32 parameters, gradients and moments. That is 12/N bytes
+per parameter of the matrices of the blocks, because Muon keeps one moment, and 16/N bytes per
+parameter of the rest. While a block computes, also its full parameters, and in backward its full
+gradients.
+
+Communication volume per step, with P the bytes of the parameters in compute precision and G the
+bytes of the fp32 gradients: each block's parameters are all-gathered for its forward and again for
+its backward, 2P(N-1)/N in all, and its gradients are reduce-scattered, G(N-1)/N. (The embedding,
+the last norm and the head are gathered once per micro-batch.) Most of it overlaps with compute.
+With gradient accumulation, each micro-batch communicates as much as this again.
+
+With M the bytes of the matrices of the blocks in compute precision, Muon's all-to-alls send
+2M(N-1)/N² once per step, and overlap with nothing. If every rank gathered every matrix it would be
+M(N-1)/N instead, and all ranks would compute the same.
 
 Compute per step: 5(4r²c + 2r³) FLOPs on one rank for a matrix of r x c, where r is the smaller
 size. Forward and backward take 6rc per token, so Muon adds at most 5r / (tokens of a step).
@@ -26,120 +39,76 @@ Muon is from Keller Jordan, https://kellerjordan.github.io/posts/muon. Its scale
 decay are from arXiv 2502.16982.
 """
 
-import gc
 import math
 import os
-import zlib
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+import time
 from datetime import timedelta
 from functools import partial
 from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.nn.attention.varlen import varlen_attn
-from torch.optim import Optimizer
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from torch.optim import AdamW, Optimizer
 
 import common
-from common import flag
-
-# --- Config ---------------------------------------------------------------------------------------
+from model import (
+    build_config,
+    build_model,
+    checkpoint_activations,
+    compile_blocks,
+    count_flops,
+    initialize,
+    modules_outside_blocks,
+    seed_by_name,
+    transformer_blocks,
+    use_float8,
+    weight_decay_names,
+)
+from run import (
+    Flags,
+    Run,
+    flag,
+    launch,
+    max_over_ranks,
+    micro_batches_per_rank,
+    parse_config,
+    refuse_non_finite,
+    set_learning_rates,
+    set_up_gpu,
+)
 
 NEXT_COMMAND = "torchrun --standalone --nproc-per-node=2 fsdp2_tp_pretrain.py"
-# The default peak learning rate of a model with fewer than 10 million parameters.
-SMALL_MODEL_PEAK = 1e-2
-# The architectures that --model knows by name.
-SHAPES = {
-    "tiny": {
-        "model_type": "qwen2",
-        "hidden_size": 192,
-        "intermediate_size": 640,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        "initializer_range": 0.07,
-        "tie_word_embeddings": True,
-    },
-    "qwen2-0.5b": {
-        "model_type": "qwen2",
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        "initializer_range": 0.02,
-        "tie_word_embeddings": True,
-    },
-}
 
 
-@dataclass(config=ConfigDict(allow_inf_nan=False))
-class Config(common.Flags):
-    """The flags of this script, after those that all scripts share."""
+# The shared flags, such as learning rate and batch sizes, are in run.py.
+@dataclass
+class Config(Flags):
+    """The flags of this script, beside the shared ones."""
 
-    # model
-    model: str = flag("tiny", "tiny, qwen2-0.5b, or a directory or hub id with a config.json")
-    init_from: str | None = flag(
-        None,
-        "weights to start from: a run directory, or a Hugging Face directory or hub id. Its model "
-        "and tokenizer replace --model and --tokenizer unless you set these",
-    )
     text_column: str = flag("text", "column of the dataset that holds the text")
-
-    # optimization
-    global_batch_tokens: PositiveInt = flag(
-        4096, "token positions of one optimizer step, over all ranks and micro-batches"
-    )
     learning_rate: PositiveFloat | None = flag(
         None,
         "peak learning rate of Muon and AdamW. The default depends on the model: 1e-2 with fewer "
         "than 10 million parameters, otherwise 3e-4; a tenth of that with --init_from",
     )
-    min_learning_rate: NonNegativeFloat | None = flag(
-        None, "learning rate at the end of the decay; default: a fiftieth of the peak"
+    momentum: Annotated[float, Field(ge=0, lt=1)] | None = flag(
+        None,
+        "decay of Muon's moving average of gradients. The default depends on the model: 0.7 with "
+        "fewer than 10 million parameters in the matrices of its blocks, otherwise 0.95",
     )
-    warmup_steps: NonNegativeInt = flag(20, "steps of linear warm-up")
-    decay_steps: PositiveInt | None = flag(
-        None, "decay over the last N steps only (warmup-stable-decay); default: after the warm-up"
-    )
-    weight_decay: NonNegativeFloat = flag(
-        0.1, "weight decay of matrices (embeddings, norms and biases have none)"
-    )
-    grad_clip: NonNegativeFloat = flag(1.0, "clip the gradient norm to this; 0 disables clipping")
-    eval_every: PositiveInt = flag(200, "steps between validations")
-    eval_tokens: PositiveInt = flag(
-        250_000, "size of the validation set in tokens (whole documents, the first by hash)"
-    )
-
-    # precision, memory and speed
     precision: Literal["auto", "fp32", "bf16", "float8"] = flag(
         "auto",
         "compute precision. auto: bf16 on GPUs that have it, otherwise fp32. float8: bf16, but the "
         "linear layers of the blocks run in float8 (torchao, rowwise scales)",
     )
-    activation_checkpointing: Annotated[str, Field(pattern=r"^(none|full|selective|0?\.\d+)$")] = (
-        flag("none", "none, full, selective, or a fraction of the blocks such as 0.5")
-    )
-    compile: bool = flag(False, "compile each transformer block")
-
-    # this strategy
     reshard_after_forward: bool = flag(
-        True, "free a block's unsharded parameters after forward and all-gather them for backward"
+        True, "free a block's full parameters after forward and all-gather them for backward"
     )
     dp_replicate: PositiveInt = flag(1, "replicas of the sharded model (HSDP)")
     cpu_offload: bool = flag(False, "keep parameters, gradients and optimizer state in CPU memory")
@@ -148,20 +117,6 @@ class Config(common.Flags):
         "reduce-scatter gradients in every micro-batch. false: once per step, which needs memory "
         "for a full set of gradients",
     )
-
-    def __post_init__(self) -> None:
-        """Check how flags fit together. The limits of a single flag are in its type."""
-        super().__post_init__()
-        if self.precision == "auto":
-            # GPUs before Ampere only emulate bf16.
-            bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
-            self.precision = "bf16" if bf16 else "fp32"
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        if self.steps and world_size % self.dp_replicate:
-            raise ValueError(
-                f"--dp_replicate {self.dp_replicate} does not divide {world_size} ranks"
-            )
-        common.check_global_batch(self, world_size)
 
 
 # --- Strategy -------------------------------------------------------------------------------------
@@ -173,175 +128,83 @@ def init_process_group(config: Config) -> torch.device:
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
-    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if ranks > gpus:
-        advice = f'--nproc-per-node={gpus}, or CUDA_VISIBLE_DEVICES="" to train on CPUs'
-        common.refuse(f"{ranks} ranks cannot share {gpus} GPUs: use {advice}")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    if config.precision == "fp32":
-        # Use TF32 matmuls: several times faster, with 10 instead of 23 bits of mantissa.
-        torch.set_float32_matmul_precision("high")
-    # cuDNN attention builds a plan for each new shape, which costs more than it saves unless
-    # padding keeps the number of shapes small.
-    torch.backends.cuda.enable_cudnn_sdp(config.pad_to_multiple_of > 1)
+    device = set_up_gpu(config)
     # gloo beside NCCL handles tensors in CPU memory: Python objects and offloaded gradients.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     return device
 
 
-def dp_rank_and_size(config: Config) -> tuple:
-    """Return this rank's index among the data-parallel ranks, and how many there are.
-
-    Here every rank trains on its own micro-batches of the global batch.
-    """
-    return dist.get_rank(), dist.get_world_size()
-
-
 def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
     """Shard a model that is on the meta device, and give the shards memory and initial weights.
 
-    `fully_shard` turns the parameters of a module into DTensors and adds hooks to the module. An
-    all-gather before forward makes the parameters full, and they are freed after it. Another
-    all-gather comes before backward. After backward a reduce-scatter leaves each rank the averaged
-    gradient of its shard.
+    `fully_shard(module)` makes one unit of the module's parameters that no earlier call on a
+    submodule has claimed. It turns them into DTensors, adds the methods of `FSDPModule` to the
+    module's class, and adds these hooks:
 
-    The order matters: activation checkpointing, then compile (the other way round, the compiled
-    block would be recomputed twice), then FSDP, whose hooks the compiler should not see.
+    - Before forward, one all-gather makes the unit's parameters full. After forward they are freed.
+    - Before backward, another all-gather makes them full again. After backward, one reduce-scatter
+      leaves each rank the averaged gradient of its shard, and the full tensors are freed.
+
+    On GPUs this communication runs on streams of its own and overlaps with compute. In forward, the
+    CPU runs ahead and starts the next block's all-gather while the GPU still computes this block.
+    In backward, the hook of a block starts the all-gather of the block before it.
     """
     if config.precision == "float8":
         use_float8(model)
     blocks = transformer_blocks(model)
+    # Both change what a block computes in its forward, and FSDP adds its hooks around that.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
 
-    # HSDP: shard within a row of the mesh, replicate across rows (one row by default).
-    shards = dist.get_world_size() // config.dp_replicate
-    if config.dp_replicate == 1:
-        mesh = init_device_mesh(device.type, (shards,))
-    else:
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (ranks,))
+    if config.dp_replicate > 1:
+        # HSDP: shard over the ranks of a row of the mesh, such as a machine, and replicate across
+        # rows. Then all-gathers stay in a row. After a row's reduce-scatter, an all-reduce across
+        # rows averages the shards of the gradients.
         mesh = init_device_mesh(
-            device.type, (config.dp_replicate, shards), mesh_dim_names=("replicate", "shard")
+            device.type,
+            (config.dp_replicate, ranks // config.dp_replicate),
+            mesh_dim_names=("replicate", "shard"),
         )
     options = {"mesh": mesh}
     if config.precision != "fp32":
-        # Parameters are cast to bf16 as they are all-gathered, so blocks compute in bf16. The
-        # shards and the optimizer state stay fp32. Reduce gradients in fp32 too. The default is
-        # bf16 in torch 2.13, and the type of the shards from 2.15 on. Do not cast a block's inputs
-        # either: what the model computes in fp32 (rotary embeddings in some types) stays fp32.
+        # Shards and optimizer state stay fp32. Parameters are cast to bf16 before they are
+        # gathered, so blocks compute in bf16 and their full gradients are bf16. These are cast to
+        # fp32 before they are reduced. What the model itself computes in fp32, such as some rotary
+        # embeddings, stays fp32, because a block's inputs are not cast.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     if config.cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
+    # On the meta device the model has shapes but no memory. Each rank draws the same full weights,
+    # because a module is seeded by its name, and keeps its shards: nothing is broadcast.
     initialize(model, modules_outside_blocks(model), config.seed, device)
     model.tie_weights()  # `initialize` gave each module memory of its own, which untied them
-    # `fully_shard` claims only parameters that no submodule has claimed yet, so apply it bottom-up:
-    # blocks first, then the root. With the root alone, all parameters would be gathered at once.
+    # From the inside out: blocks first, then the root, which gets the rest. With the root alone,
+    # one all-gather would bring all parameters at once, and overlap with nothing.
     for block in blocks:
-        # Initialize one block at a time, so that no rank ever holds more than one full block.
+        # One block at a time, so that a rank never holds more than one full block.
         initialize(model, block.modules(), config.seed, device)
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
-        for parameter in block.parameters():
-            # Muon updates matrices of blocks and stacks of matrices, [experts, rows, columns]. The
-            # kernels of convolutions, [channels, 1, width], are none.
-            if min(parameter.shape[1:], default=1) > 1:
-                parameter.muon_dtype = (
-                    torch.float32 if config.precision == "fp32" else torch.bfloat16
-                )
     if not model.config.tie_word_embeddings:
-        # A tied embedding has to be in the same group as the head. An untied one can be freed
-        # during the step. Backward needs no embeddings, so do not all-gather them for it.
+        # A tied embedding has to be in the head's unit. An untied one can be a unit of its own,
+        # which is freed after its forward. Its backward needs no weights, so do not gather them.
         fully_shard(
             model.get_input_embeddings(),
             reshard_after_forward=config.reshard_after_forward,
             **options,
         ).set_unshard_in_backward(False)
-    # The root claims the rest. Do not reshard it after forward, because backward starts with it.
+    # Do not free the root's parameters after forward, because backward begins with the head.
     fully_shard(model, reshard_after_forward=False, **options)
     return model
 
 
-def use_float8(model: nn.Module) -> None:
-    """Run the matmuls of the blocks' linear layers in float8, in forward and backward.
-
-    Each row of inputs, weights and gradients is scaled by its largest value and rounded to 8 bits
-    (arXiv 2209.05433). Parameters keep their names and their precision.
-    """
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-        common.refuse("--precision float8 needs a GPU with float8 (Ada, Hopper or newer)")
-    with common.refusing("--precision float8 needs the package torchao"):
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    def is_convertible(module: nn.Module, name: str) -> bool:
-        divisible = all(size % 16 == 0 for size in module.weight.shape)  # the kernels require it
-        return divisible and "router" not in name  # rounding could change which experts it picks
-
-    # The gradient of a weight is a sum over tokens. The kernels need a multiple of 16, so pad them.
-    recipe = replace(Float8LinearConfig.from_recipe_name("rowwise"), pad_inner_dim=True)
-    convert_to_float8_training(model.get_decoder(), config=recipe, module_filter_fn=is_convertible)
-
-
-def optimizer_parameters(model: nn.Module) -> list:
-    """Return the parameters that this rank's optimizer updates, with their names.
-
-    NOTE: call it after `parallelize`. An optimizer that was built before would hold the unsharded
-    parameters, which the model no longer uses.
-    """
-    return list(model.named_parameters())
-
-
-def forward_backward(
-    model: nn.Module, batch: common.GlobalBatch, config: Config, device: torch.device
-) -> torch.Tensor:
-    """Run forward and backward on all micro-batches; returns the loss summed over all ranks.
-
-    FSDP reduce-scatters the gradients of every micro-batch, overlapped with its backward, so a rank
-    accumulates only its shard. With `--reduce_every_micro_batch false` it accumulates unsharded
-    gradients and reduce-scatters them once, on the last micro-batch. That saves communication but
-    needs memory for a full set of gradients.
-    """
-    # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
-    # FSDP averages gradients over the ranks, so multiply by their number to get a sum.
-    scale = dist.get_world_size() / batch.num_targets
-    total_loss = torch.zeros((), device=device)
-    for i, micro_batch in enumerate(batch.micro_batches):
-        last = i == len(batch.micro_batches) - 1
-        # NOTE: off by one here, and ranks train on their local gradients without an error.
-        model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
-        # HSDP only: accumulate shards of gradients, and all-reduce them over the replicas once.
-        model.set_requires_all_reduce(last)
-        # Without resharding after backward, the next micro-batch needs no all-gather.
-        model.set_reshard_after_backward(last or config.reshard_after_forward)
-        loss = model(**common.to_device(micro_batch, device))  # all-gathers
-        (loss * scale).backward()  # all-gathers, and reduce-scatters if gradients sync
-        total_loss += loss.detach()
-    dist.all_reduce(total_loss)
-    return total_loss
-
-
-def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Clip the gradient norm to `max_norm`; returns the norm before clipping."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    # NOTE: the norm is a DTensor, and its local value may cover only this rank's shards.
-    return norm.full_tensor()  # a collective, so call it on every rank
-
-
-def optimizer_step(model: nn.Module, optimizer: Optimizer) -> None:
-    """Update the shards of this rank, and free their gradients.
-
-    NOTE: model.zero_grad() would miss some. While a module is unsharded, as the root is after a
-    validation, model.parameters() are not the sharded ones that have the gradients.
-    """
-    optimizer.step()  # all-to-alls
-    optimizer.zero_grad()
-
-
-class Muon(torch.optim.AdamW):
-    """Muon for the parameters with weight decay that `parallelize` marked, AdamW for the others.
+class Muon(AdamW):
+    """Muon for the parameters in `matrices`, AdamW for the others.
 
     Muon's momentum has the name of AdamW's first moment, because it is the same moving average. So
     this script can resume a checkpoint of any other pretraining script. The others cannot resume
@@ -349,37 +212,55 @@ class Muon(torch.optim.AdamW):
 
     NOTE: torch.optim.Muon accepts DTensors and updates them correctly. But each of its matmuls
     communicates, in all up to 15 times the bytes of the matrix.
+
+    Args:
+        groups: parameter groups, as for AdamW.
+        matrices: parameters of any group, [rows, columns] or [experts, rows, columns], that
+            `fully_shard` has sharded.
+        momentum: decay of the moving average.
+        dtype: of the orthogonalization and of its all-to-alls.
     """
+
+    def __init__(
+        self,
+        groups: list[dict],
+        matrices: set[nn.Parameter],
+        momentum: float,
+        dtype: torch.dtype,
+        **options: Any,
+    ):
+        super().__init__(groups, **options)
+        missing = matrices - {p for group in self.param_groups for p in group["params"]}
+        if missing:  # as from before `parallelize`: AdamW would update all matrices
+            raise ValueError(f"{len(missing)} of Muon's matrices are in no parameter group")
+        self.matrices, self.momentum, self.dtype = matrices, momentum, dtype
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Update this rank's shards of all parameters. A collective."""
-        group = self.param_groups[0]  # those with weight decay
-        marked = [
-            parameter
-            for parameter in group["params"]
-            if hasattr(parameter, "muon_dtype") and parameter.grad is not None
-        ]
-        # Small models learn faster with a moving average of 3 steps than of 20 (docs/muon.md).
-        small = sum(matrix.numel() for matrix in marked) < 10_000_000
-        momentum = 0.7 if small else 0.95
-        for matrices in batches_of_matrices(marked):
-            shards = [matrix.to_local() for matrix in matrices]
-            gradients = [matrix.grad.to_local() for matrix in matrices]
-            momenta = [self.first_moment(matrix).to_local() for matrix in matrices]
-            torch._foreach_lerp_(momenta, gradients, 1 - momentum)
-            # Nesterov: look one step ahead, as if the next gradient were the same.
-            directions = torch._foreach_lerp(gradients, momenta, momentum)
-            updates = orthogonalize(directions, matrices[0])
-            # Orthogonal rows or columns have entries with a root mean square of
-            # 1 / sqrt(max(rows, columns)). Scale them to 0.2, which is about that of AdamW's
-            # updates, so that both can use the same learning rate.
-            scale = 0.2 * math.sqrt(max(matrices[0].shape[-2:]))
-            torch._foreach_mul_(shards, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(shards, updates, alpha=-group["lr"] * scale)
-            for matrix in matrices:
-                matrix.grad = None  # so that AdamW skips this parameter
-        super().step()
+        for group in self.param_groups:
+            trained = [p for p in group["params"] if p in self.matrices and p.grad is not None]
+            for matrices in batches_of_matrices(trained):
+                self.update(matrices, group["lr"], group["weight_decay"])
+        super().step()  # AdamW, for all that still have a gradient
+
+    def update(self, matrices: list[nn.Parameter], rate: float, weight_decay: float) -> None:
+        """Update matrices of one shape, or a stack, and free their gradients. A collective."""
+        shards = [matrix.to_local() for matrix in matrices]
+        gradients = [matrix.grad.to_local() for matrix in matrices]
+        momenta = [self.first_moment(matrix).to_local() for matrix in matrices]
+        torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
+        # Nesterov: look one step ahead, as if the next gradient were the same.
+        directions = torch._foreach_lerp(gradients, momenta, self.momentum)
+        updates = orthogonalize(directions, matrices[0], self.dtype)  # two all-to-alls
+        # Orthogonal rows or columns have entries with a root mean square of
+        # 1 / sqrt(max(rows, columns)). Scale them to 0.2, which is about that of AdamW's updates,
+        # so that both can use the same learning rate.
+        scale = 0.2 * math.sqrt(max(matrices[0].shape[-2:]))
+        torch._foreach_mul_(shards, 1 - rate * weight_decay)
+        torch._foreach_add_(shards, updates, alpha=-rate * scale)
+        for matrix in matrices:
+            matrix.grad = None  # AdamW skips a parameter without a gradient
 
     def first_moment(self, matrix: nn.Parameter) -> DTensor:
         """Return the moving average of a matrix's gradients, zeros before the first step."""
@@ -390,7 +271,6 @@ class Muon(torch.optim.AdamW):
         return state["exp_avg"]
 
 
-AdamW = Muon  # the name that `build_optimizer` uses in all scripts
 # A rank orthogonalizes small matrices together, up to this many numbers: 64 MB in bf16.
 BATCH_NUMBERS = 2**25
 
@@ -400,44 +280,42 @@ def batches_of_matrices(parameters: list[nn.Parameter]) -> list[list[nn.Paramete
 
     Small matrices are batched, because a GPU multiplies one in less time than a launch takes.
     """
-    alike: dict[torch.Size, list[nn.Parameter]] = {}
+    of_shape = {}
     for parameter in parameters:
-        alike.setdefault(parameter.shape, []).append(parameter)
+        of_shape.setdefault(parameter.shape, []).append(parameter)
     batches = []
-    for shape, matrices in alike.items():
-        of_rank = max(1, BATCH_NUMBERS // shape.numel())
-        size = of_rank * matrices[0].device_mesh.size(-1) if len(shape) == 2 else 1
+    for shape, matrices in of_shape.items():
+        size = 1
+        if len(shape) == 2:
+            size = max(1, BATCH_NUMBERS // shape.numel()) * matrices[0].device_mesh.size(-1)
         batches += [matrices[i : i + size] for i in range(0, len(matrices), size)]
     return batches
 
 
-def orthogonalize(directions: list[torch.Tensor], matrix: DTensor) -> list[torch.Tensor]:
+def orthogonalize(
+    directions: list[torch.Tensor], matrix: DTensor, dtype: torch.dtype
+) -> list[torch.Tensor]:
     """Orthogonalize sharded matrices of one shape, or a stack of experts.
 
     Args:
         directions: this rank's shards, each [its rows, columns].
-        matrix: one of the parameters. It has the full shape, the ranks, and the type to use for
-            the computation and the communication.
+        matrix: one of the parameters, which has the full shape and the mesh of the ranks.
+        dtype: of the computation and the communication.
 
     Returns:
         This rank's shards of the results.
     """
     mesh = matrix.device_mesh
-    # The shards may be offloaded, so move them to the device: [matrices, my rows, columns]
-    stack = torch.stack(directions).to(mesh.device_type, matrix.muon_dtype)
+    # The shards may be offloaded, so move them to the device: [matrices, own rows, columns]
+    stack = torch.stack(directions).to(mesh.device_type, dtype)
     if matrix.ndim == 3:  # FSDP2 shards experts, so each rank has some of them in full
         return [newton_schulz(stack[0]).to(directions[0])]
 
-    group = mesh.get_group(-1)  # with HSDP the ranks of a replica; each replica does the same
-    rank = group.rank()
-    ranks = group.size()
+    group = mesh.get_group(-1)  # with HSDP the ranks of a row; each row does the same
+    rank, ranks = group.rank(), group.size()
     rows, columns = matrix.shape
-    # FSDP2 gives every rank this many rows, as long as there are any left.
-    most = math.ceil(rows / ranks)
-    rows_of = [max(0, min(most, rows - i * most)) for i in range(ranks)]
-    # Each rank orthogonalizes this many matrices. The last ranks may get fewer, or none.
-    share = math.ceil(len(directions) / ranks)
-    matrices_of = [len(directions[i * share : (i + 1) * share]) for i in range(ranks)]
+    rows_of = shares(rows, ranks)  # as FSDP2 shards them
+    matrices_of = shares(len(directions), ranks)  # that a rank orthogonalizes
 
     # Send my rows of every matrix to its rank. The numbers to send and to receive, by rank:
     sent = [count * rows_of[rank] * columns for count in matrices_of]
@@ -453,8 +331,14 @@ def orthogonalize(directions: list[torch.Tensor], matrix: DTensor) -> list[torch
         ]
         full = newton_schulz(torch.cat(parts, dim=1))  # [matrices, rows, columns]
         full = torch.cat([part.flatten() for part in full.split(rows_of, dim=1)])
-    dist.all_to_all_single(flat, full, sent, received, group)  # the way back
-    return [*stack.to(directions[0])]
+    dist.all_to_all_single(flat, full, sent, received, group)  # the way back, into `stack`
+    return list(stack.to(directions[0]))
+
+
+def shares(number: int, ranks: int) -> list[int]:
+    """Divide a number among ranks: equal shares, but the last ranks may get less, or nothing."""
+    most = math.ceil(number / ranks)
+    return [max(0, min(most, number - rank * most)) for rank in range(ranks)]
 
 
 def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
@@ -478,279 +362,133 @@ def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
     return x.mT if is_tall else x
 
 
+def train_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: common.GlobalBatch,
+    step: int,
+    config: Config,
+    device: torch.device,
+) -> dict[str, float]:
+    """Run one optimizer step; returns the mean loss of the global batch and the gradient norm.
+
+    `model(**micro_batch)` returns the cross entropy summed over the micro-batch's target tokens
+    (`forward_with_loss` in model.py). It uses weights inside the root's forward only. Elsewhere
+    they may be sharded.
+
+    FSDP reduce-scatters the gradients of every micro-batch, overlapped with its backward, so a rank
+    accumulates only its shards. With `--reduce_every_micro_batch false` it accumulates full
+    gradients, in fp32, and reduce-scatters them once, on the last micro-batch. That saves
+    communication but needs memory for a full set of gradients.
+    """
+    # The loss of a step is the sum over all target tokens, divided by their number in the global
+    # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
+    # FSDP averages gradients over the ranks, so multiply by their number to get a sum.
+    scale = dist.get_world_size() / batch.num_targets
+    total_loss = torch.zeros((), device=device)
+    for i, micro_batch in enumerate(batch.micro_batches):
+        last = i == len(batch.micro_batches) - 1
+        # The setters reach all units in the model.
+        # NOTE: off by one here, and ranks train on their local gradients without an error.
+        model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
+        # HSDP only: accumulate shards of gradients, and all-reduce them across rows once.
+        model.set_requires_all_reduce(last)
+        # With --reshard_after_forward false, parameters stay full from the first micro-batch's
+        # forward to the last one's backward, so only the first forward gathers them.
+        model.set_reshard_after_backward(last or config.reshard_after_forward)
+        loss = model(**common.to_device(micro_batch, device))  # all-gathers
+        (loss * scale).backward()  # all-gathers, and reduce-scatters if gradients sync
+        total_loss += loss.detach()
+    dist.all_reduce(total_loss)
+
+    # The norm over the shards of all ranks: one all-reduce, so call it on every rank.
+    norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+    norm = norm.full_tensor()  # a plain tensor; it is on all ranks already
+
+    # `.item()` waits for the GPU. Wait here and not after the update, because values that are not
+    # finite must not reach the weights.
+    measured = {"loss": total_loss.item() / batch.num_targets, "grad_norm": norm.item()}
+    refuse_non_finite(step, **measured)
+    measured["learning_rate"] = learning_rate_at(step, config)
+    for group in optimizer.param_groups:
+        group["lr"] = measured["learning_rate"]
+    optimizer.step()  # of this rank's shards, after all-to-alls
+    optimizer.zero_grad()
+    return measured
+
+
 @torch.no_grad()
-def validation_loss(
-    model: nn.Module, micro_batches: Iterable[dict], config: Config, device: torch.device
-) -> torch.Tensor:
-    """Return the summed loss and the number of target tokens over all ranks, float64 [2]."""
-    total = torch.zeros(2, dtype=torch.float64, device=device)
-    for micro_batch in micro_batches:  # forward all-gathers, so each rank needs equally many
+def evaluate(model: nn.Module, validation: common.Batches, device: torch.device) -> float:
+    """Return the mean loss per target token in nats, on the same data for every world size."""
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, target tokens
+    model.eval()
+    # Forward all-gathers, so each rank gets equally many micro-batches.
+    for micro_batch in validation.evaluation(dist.get_rank(), dist.get_world_size()):
         micro_batch = common.to_device(micro_batch, device)
         total[0] += model(**micro_batch)
-        total[1] += (micro_batch["labels"] >= 0).sum()
+        total[1] += (micro_batch["labels"] != common.IGNORED).sum()
+    model.train()
     dist.all_reduce(total)
-    return total
-
-
-# --- The rest is the same text in every pretraining script ----------------------------------------
-# --- Model ----------------------------------------------------------------------------------------
-# An ordinary transformers model that returns its loss. It knows nothing of ranks.
-
-# The loss computes the logits of this many tokens at a time: 1.2 GB in fp32 for 150,000 ids.
-CHUNK_TOKENS = 2048
-
-
-def build_model_config(config: Config, tokenizer: common.Tokenizer) -> PreTrainedConfig:
-    """Build the architecture of a named shape, or read the config.json that --model points to."""
-    vocabulary_size = 1 + max(tokenizer.get_vocab().values())  # some tokenizers skip ids
-    if config.model in SHAPES:
-        padded_size = math.ceil(vocabulary_size / 64) * 64  # keeps the head's matmul fast
-        model_config = AutoConfig.for_model(vocab_size=padded_size, **SHAPES[config.model])
-    else:
-        model_config = common.read_model_config(config, vocabulary_size)
-    model_config.eos_token_id = tokenizer.eos_token_id  # where generation stops
-    # transformers would keep the embedding of a pad token at zero. Padding is masked by position.
-    model_config.pad_token_id = None
-    model_config.bos_token_id = None
-    return model_config
-
-
-def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
-    """Build the model on the meta device: it has shapes, but no memory and no weights yet."""
-    AttentionInterface.register("documents", document_attention)
-    # For bucketed batches, transformers picks SDPA, or eager attention where a type lacks it.
-    attention = "documents" if config.batching == "packed" else None
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            model_config, dtype=torch.float32, attn_implementation=attention
-        )
-    common.freeze_unused(model)
-    loss = torch.compile(chunk_loss) if config.compile else chunk_loss
-    model.forward = partial(forward_with_loss, model, loss)
-    return model
-
-
-def forward_with_loss(
-    self: nn.Module, loss: Callable, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: Any
-) -> torch.Tensor:
-    """Replace the model's forward; returns the cross entropy summed over the target tokens.
-
-    The logits of a whole micro-batch, [tokens, vocabulary], would be its largest tensor by far.
-    Computing them chunk by chunk, and again in backward, never holds more than one chunk.
-
-    NOTE: the loss has to be inside the root's forward. FSDP all-gathers the parameters of a module
-    for its forward only, and the head belongs to the root.
-
-    Args:
-        loss: `chunk_loss`, or the same compiled.
-        input_ids, labels: int64 [sequences, length]. Labels are already shifted.
-        kwargs: the other keys of a micro-batch, see `common.Batches.collate`.
-    """
-    output = self.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs)
-    hidden = output.last_hidden_state.flatten(0, 1)  # [tokens, hidden size]
-    head = self.get_output_embeddings()
-    labels = labels.flatten()  # [tokens]
-    if len(labels) <= CHUNK_TOKENS:
-        return loss(hidden, head.weight, head.bias, labels)
-    total = torch.zeros((), device=hidden.device)
-    for chunk, targets in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS)):
-        total += checkpoint(loss, chunk, head.weight, head.bias, targets, use_reentrant=False)
-    return total
-
-
-def chunk_loss(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
-) -> torch.Tensor:
-    """Return the summed cross entropy in fp32. (F.linear_cross_entropy sums in bf16: 0.4 % off.)"""
-    # Some decoders (Mamba) return fp32 hidden states although the parameters are bf16.
-    logits = nn.functional.linear(hidden.to(weight.dtype), weight, bias)  # [chunk, vocabulary]
-    return nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
-
-
-def document_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    cu_seq_lens_q: torch.Tensor,
-    max_length_q: int,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple:
-    """Causal attention within each document of a packed sequence, for `AttentionInterface`.
-
-    SDPA would need a [length, length] mask, and would compute what the mask hides.
-
-    Args:
-        query: [1, heads, length, head size]; key and value may have fewer heads.
-        cu_seq_lens_q: int32 [documents + 1], cumulative sequence lengths.
-        max_length_q: the longest a document can be.
-        scaling: factor of the scores; None for 1 / sqrt(head size).
-
-    Raises:
-        ValueError: the model asks for something that this attention does not apply.
-    """
-    window = kwargs.get("sliding_window") or max_length_q
-    if attention_mask is not None or kwargs.get("s_aux") is not None or window < max_length_q:
-        raise ValueError("packed attention has no mask, no sinks and no sliding window")
-    # Under autocast (DDP in bf16), rotary embeddings return fp32 queries and keys.
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    if not query.is_cuda or query.dtype == torch.float32:
-        return attend_one_by_one(query, key, value, cu_seq_lens_q, scaling), None
-    output = varlen_attn(
-        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),  # [length, heads, size]
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
-        scale=scaling,
-        window_size=(-1, 0),  # all tokens before, none after
-        enable_gqa=True,
-    )
-    return output[None], None  # [1, length, heads, head size]
-
-
-@torch.compiler.disable  # document lengths differ in every micro-batch
-def attend_one_by_one(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    boundaries: torch.Tensor,
-    scaling: float | None,
-) -> torch.Tensor:
-    """Compute the same without the variable-length kernel, which needs CUDA and half precision."""
-    lengths = [length for length in boundaries.diff().tolist() if length]
-    outputs = [
-        nn.functional.scaled_dot_product_attention(
-            *document, is_causal=True, scale=scaling, enable_gqa=True
-        )
-        for document in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
-    ]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()  # [1, length, heads, size]
-
-
-def transformer_blocks(model: nn.Module) -> nn.ModuleList:
-    """Return the list of transformer blocks: the first list of modules in the decoder."""
-    return next(m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList))
-
-
-def modules_outside_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the embedding, the last norm, the head, and the modules that contain them."""
-    inside = set(transformer_blocks(model).modules())
-    return [module for module in model.modules() if module not in inside]
-
-
-def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
-    """Recompute the activations of blocks in backward, so that they need not be kept.
-
-    `full` keeps only a block's input, `selective` also the results that `keep_expensive` chooses. A
-    fraction applies `full` to that part of the blocks.
-    """
-    if mode == "none":
-        return
-    options = {"use_reentrant": False}
-    fraction = 1.0
-    if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
-    elif mode != "full":
-        fraction = float(mode)
-
-    def recompute(forward: Callable) -> Callable:
-        # NOTE: not functools.partial, of which torch.compile would ignore the `context_fn`.
-        return lambda *args, **kwargs: checkpoint(forward, *args, **options, **kwargs)
-
-    for i, block in enumerate(blocks):
-        # Spread the blocks over the depth: 0.5 takes every second one, 0.25 every fourth.
-        if int((i + 1) * fraction) > int(i * fraction):
-            block.forward = recompute(block.forward)
-
-
-def keep_expensive(_, operator: Any, *args, **kwargs) -> CheckpointPolicy:
-    """Keep the results of matmuls, attention and collectives, and recompute the cheap rest."""
-    expensive = ["mm.", "attention", "attn", "c10d"]  # in names such as aten.addmm.default
-    if any(part in str(operator) for part in expensive):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def compile_blocks(blocks: Iterable[nn.Module], config: Config) -> None:
-    """Compile each block on its own: blocks are alike, so they share the compiled graphs."""
-    # With few lengths, compile a graph for each, for training and for validation. Otherwise let the
-    # compiler find one graph for all lengths.
-    few_lengths = config.pad_to_multiple_of > 1 or config.batching == "packed"
-    # After so many graphs, blocks would run in eager mode. The second limit counts all of them.
-    torch._dynamo.config.recompile_limit = 10_000
-    torch._dynamo.config.accumulated_recompile_limit = 10_000
-    for block in blocks:
-        block.compile(dynamic=False if few_lengths else None)
-
-
-@torch.no_grad()
-def initialize(
-    model: nn.Module, modules: Iterable[nn.Module], seed: int, device: torch.device
-) -> None:
-    """Give modules of `model` that are on the meta device memory and initial weights.
-
-    The weights depend only on the seed and the module's name, so every strategy and every world
-    size starts from the same model.
-    """
-    names = {module: name for name, module in model.named_modules()}
-    for module in reversed(list(modules)):  # children first
-        module.to_empty(device=device, recurse=False)
-        for parameter in module.parameters(recurse=False):
-            parameter.fill_(math.nan)  # a weight that nothing initializes fails in the first step
-        torch.manual_seed(zlib.crc32(f"{seed} {names[module]}".encode()))
-        # NOTE: this also rebuilds the rotary frequencies. They are a buffer that no checkpoint
-        # holds, and `to_empty` leaves garbage in it.
-        model._init_weights(module)
+    return (total[0] / total[1]).item()
 
 
 # --- Optimizer and schedule -----------------------------------------------------------------------
 
 
-def weight_decay_names(model: nn.Module) -> set[str]:
-    """Return the names of parameters with weight decay: matrices except embeddings.
+def muon_matrices(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that Muon updates: the matrices of the blocks, and stacks of matrices.
 
-    NOTE: call it before `parallelize`, because FSDP1 flattens parameters to one dimension.
+    These decay. The kernels of convolutions, [channels, 1, width], are no matrices.
     """
-    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    return {
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.ndim > 1
-        and parameter not in embeddings
-        and not name.endswith(("bias", "A_log"))  # A_log: decay rates of state-space models
-    }
+    decayed, in_blocks = weight_decay_names(model), set(transformer_blocks(model).parameters())
+    matrices = set()
+    for name, parameter in model.named_parameters():
+        trained = parameter.requires_grad and name in decayed
+        if trained and parameter in in_blocks and min(parameter.shape[1:]) > 1:
+            matrices.add(parameter)
+    return matrices
 
 
-def build_optimizer(model: nn.Module, decayed: set[str], config: Config) -> AdamW:
-    """Build AdamW over this rank's parameters; `decayed` are the names with weight decay."""
-    trained = [(name, p) for name, p in optimizer_parameters(model) if p.requires_grad]
+def build_optimizer(model: nn.Module, config: Config) -> Muon:
+    """Build Muon over this rank's shards; matrices decay, embeddings, norms and biases do not.
+
+    NOTE: call it after `parallelize`, which replaces all parameters. An optimizer that was built
+    before would update tensors that the model no longer uses, and the loss would not fall.
+    """
+    decayed = weight_decay_names(model)
     with_decay, without_decay = [], []
-    for name, parameter in trained:
-        (with_decay if name in decayed else without_decay).append(parameter)
-    assert len({*with_decay, *without_decay}) == len(trained), "each parameter is in one group"
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (with_decay if name in decayed else without_decay).append(parameter)
     groups = [
         {"params": with_decay, "weight_decay": config.weight_decay},
         {"params": without_decay, "weight_decay": 0.0},
     ]
-    return AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
+    return Muon(
+        groups,
+        muon_matrices(model),
+        config.momentum,
+        torch.float32 if config.precision == "fp32" else torch.bfloat16,
+        lr=config.learning_rate,
+        betas=(0.9, 0.95),
+        fused=True,
+    )
 
 
-def set_learning_rates(config: Config, num_parameters: int) -> None:
-    """Fill in the learning rates that no flag sets, by the number of parameters.
+def default_learning_rate(config: Config, num_parameters: int) -> float:
+    """Return the peak learning rate of Muon and AdamW for a model of this size."""
+    rate = 1e-2 if num_parameters < 10_000_000 else 3e-4
+    return rate / 10 if config.init_from else rate
 
-    Published recipes use 6e-4 for 125M parameters and 2e-4 for 1.3B (GPT-3, arXiv 2005.14165), and
-    3e-4 for 7B and 13B (Llama 2, arXiv 2307.09288). Such rates would ruin pretrained weights.
+
+def set_momentum(config: Config, model: nn.Module) -> None:
+    """Fill in the momentum where no flag sets it.
+
+    Small models learn faster with a moving average of about 3 steps than of 20 (docs/muon.md).
     """
-    peak = SMALL_MODEL_PEAK if num_parameters < 10_000_000 else 3e-4
-    if config.learning_rate is None:
-        config.learning_rate = peak / 10 if config.init_from else peak
-    if config.min_learning_rate is None:
-        config.min_learning_rate = config.learning_rate / 50
-    if config.min_learning_rate > config.learning_rate:
-        common.refuse("--min_learning_rate is above --learning_rate")
+    if config.momentum is None:
+        size = sum(matrix.numel() for matrix in muon_matrices(model))
+        config.momentum = 0.7 if size < 10_000_000 else 0.95
 
 
 def learning_rate_at(step: int, config: Config) -> float:
@@ -767,107 +505,71 @@ def learning_rate_at(step: int, config: Config) -> float:
     return config.min_learning_rate + cosine * (config.learning_rate - config.min_learning_rate)
 
 
-# --- Training and validation ----------------------------------------------------------------------
-
-
-def train_step(
-    model: nn.Module,
-    optimizer: Optimizer,
-    batch: common.GlobalBatch,
-    learning_rate: float,
-    config: Config,
-    device: torch.device,
-) -> dict[str, float]:
-    """Run one optimizer step; returns the mean loss of the global batch and the gradient norm."""
-    total_loss = forward_backward(model, batch, config, device)
-    grad_norm = clip_grad_norm(model, config.grad_clip or math.inf)
-    # `.item()` waits for the GPU. Wait here and not after the update, because values that are not
-    # finite must not reach the weights.
-    measured = {"loss": total_loss.item() / batch.num_targets, "grad_norm": grad_norm.item()}
-    common.refuse_non_finite(batch.step, **measured)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    optimizer_step(model, optimizer)
-    return measured
-
-
-def evaluate(
-    model: nn.Module, validation: common.Batches, config: Config, device: torch.device
-) -> float:
-    """Return the mean loss per target token in nats, on the same data for every world size."""
-    micro_batches = validation.evaluation(*dp_rank_and_size(config))
-    model.eval()
-    total = validation_loss(model, micro_batches, config, device)
-    model.train()
-    return (total[0] / total[1]).item()
-
-
 # --- Main -----------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    config = common.parse_config(Config)
+def main() -> partial | None:
+    config = parse_config(Config)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if config.steps and ranks % config.dp_replicate:
+        common.refuse(f"--dp_replicate {config.dp_replicate} does not divide {ranks} ranks")
+    accumulation = micro_batches_per_rank(config, ranks)
 
-    # Tokenizing can take longer than a collective may wait, so do it before the ranks meet. The
-    # first rank of a node does the work, and the others find it in the cache.
+    # Tokenizing can take longer than a collective may wait, so do it before the ranks meet.
     tokenizer = common.load_tokenizer(config.tokenizer)
     documents = common.load_documents(config, [config.text_column], common.tokenize_text, tokenizer)
     training, validation = (
-        common.Batches(part.sequences(config.max_length), config, tokenizer.eos_token_id)
-        for part in common.split(documents, config.eval_tokens)
+        common.Batches(part.split(config.max_length), config, tokenizer.eos_token_id)
+        for part in common.train_validation_split(documents, config.eval_tokens)
     )
-    model_config = build_model_config(config, tokenizer)
+    vocabulary_size = common.vocabulary_size(tokenizer)
+    model_config = build_config(config, vocabulary_size, tokenizer.eos_token_id)
     if config.steps == 0:
-        print("the data is prepared")
-        return
+        return common.say("the data is prepared")
 
     device = init_process_group(config)
-    model = build_model(config, model_config)
-    set_learning_rates(config, model.num_parameters())
-    run = common.Run(config, model, tokenizer, documents, device)
-    checkpoints = common.Checkpoints(run)
-    progress = checkpoints.find()
-
-    decayed = weight_decay_names(model)
+    model = build_model(model_config, config)
+    # Count parameters and FLOPs before the model is sharded.
+    set_learning_rates(config, default_learning_rate(config, model.num_parameters()))
+    set_momentum(config, model)
+    run = Run(config, model, count_flops(model), tokenizer, documents, device)
+    # Find out before the model takes memory and time whether this run may start.
+    checkpoints = common.Checkpoints(config, run.directory, run.facts, run.save_files, device)
+    checkpoint, progress = checkpoints.find(config.resume)
     model = parallelize(model, config, device)
-    optimizer = build_optimizer(model, decayed, config)
-    if checkpoints.last:
-        common.load_checkpoint(checkpoints.last, model, optimizer)
+    optimizer = build_optimizer(model, config)
+    if checkpoint:
+        common.load_checkpoint(checkpoint, model, optimizer)
     elif config.init_from:
         common.load_weights(model, config.init_from)
+    mesh = f"{config.dp_replicate} x {ranks // config.dp_replicate} shards"
+    run.begin(checkpoints, progress, mesh, accumulation)
+    common.say(f"Muon with momentum {config.momentum:g} for the matrices of the blocks")
 
-    rank, size = dp_rank_and_size(config)
-    accumulation = config.global_batch_tokens // config.micro_batch_tokens  # over all ranks
-    run.begin(
-        progress,
-        f"mesh {size} x {run.world_size // size}, {accumulation // size} micro-batches per rank "
-        f"and step, {config.global_batch_tokens:,} tokens, learning rate {config.learning_rate:g}",
-    )
-    # Steps and tokens are the position in the data, so a resumed run needs no other data state.
-    for batch in training.stream(progress, config.steps, accumulation, rank, size):
-        step = batch.step
-        # For dropout.
-        torch.manual_seed(zlib.crc32(f"{config.seed} {step} {run.rank}".encode()))
-        learning_rate = learning_rate_at(step, config)
-        measured = train_step(model, optimizer, batch, learning_rate, config, device)
-        progress = {"step": step, "tokens": progress["tokens"] + batch.num_targets}
-        run.log_step(batch, **progress, **measured, learning_rate=learning_rate)
+    # Step and tokens are the position in the data, so a resumed run needs no other data state.
+    step, tokens, stopping = progress["step"], progress["tokens"], False
+    batches = training.stream(tokens, accumulation, rank, ranks)
+    while step < config.steps and not stopping:
+        step += 1
+        started = time.perf_counter()
+        batch = next(batches)
+        data_seconds = time.perf_counter() - started
+        seed_by_name(config.seed, step, rank)  # for dropout
+        measured = train_step(model, optimizer, batch, step, config, device)
+        tokens += batch.num_targets
+        # All ranks learn the longest wait for data, and whether any of them got a signal to stop.
+        data_seconds, stopping = max_over_ranks(data_seconds, run.stop_signals)
+        run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:
-            loss = evaluate(model, validation, config, device)
-            run.log_validation(step, loss, validation)
-        if step % config.checkpoint_every == 0 or step == config.steps or run.stopping:
-            checkpoints.save(model, optimizer, progress)
-        if run.stopping:
-            break
+            loss = evaluate(model, validation, device)
+            run.log_validation(step, loss, validation.bytes_per_target())
+        if step % config.checkpoint_every == 0 or step == config.steps or stopping:
+            position = {"step": step, "tokens": tokens, "metrics_bytes": run.metrics.tell()}
+            checkpoints.save(model, optimizer, position)
     checkpoints.wait()
-
-    # The communication threads can abort at exit while a model is alive, so free it first.
-    del model, optimizer
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
-    run.finish(progress["step"], checkpoints.last, NEXT_COMMAND)
+    # `launch` calls it once the model is gone and the ranks have left the process group.
+    return partial(run.finish, step, NEXT_COMMAND)
 
 
 if __name__ == "__main__":
-    common.launch(main)
+    launch(main)

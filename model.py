@@ -58,6 +58,38 @@ SHAPES = {
         "initializer_range": 0.02,
         "tie_word_embeddings": True,
     },
+    "tiny-moe": {
+        "model_type": "minimax_m2",
+        "bos_token_id": None,  # its own ones are not in small vocabularies
+        "eos_token_id": None,
+        "hidden_size": 192,
+        "intermediate_size": 320,  # of an expert
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 48,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+        "initializer_range": 0.07,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,  # of an expert
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "initializer_range": 0.02,
+        "tie_word_embeddings": False,
+    },
 }
 
 # Model types of transformers that train here exactly as with plain transformers, bucketed and

@@ -1,20 +1,16 @@
-"""Build and run the parts of a script as its `main` does. The scripts differ in their signatures."""
+"""Build and run the parts of a script as its `main` does, with the helpers of bench/shared.py."""
 
-import inspect
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+from shared import build_model, call, dp_rank_and_size, evaluate  # noqa: E402, F401
 
-import common
-import model as shared_model
-from run import micro_batches_per_rank
-
-
-def call(function: Callable, **values: Any) -> Any:
-    """Call a function with those of these values that it takes."""
-    taken = inspect.signature(function).parameters
-    return function(**{name: value for name, value in values.items() if name in taken})
+import common  # noqa: E402
+import model as shared_model  # noqa: E402
+from run import micro_batches_per_rank  # noqa: E402
 
 
 def build_config(config: Any, tokenizer: common.Tokenizer) -> Any:
@@ -23,36 +19,8 @@ def build_config(config: Any, tokenizer: common.Tokenizer) -> Any:
     return shared_model.build_config(config, vocabulary_size, tokenizer.eos_token_id)
 
 
-def build_model(script: Any, model_config: Any, config: Any) -> Any:
-    """Return the script's model on the meta device."""
-    build = getattr(script, "build_model", shared_model.build_model)
-    loss = getattr(script, "vocabulary_parallel_loss", None)  # of tensor parallelism
-    return build(model_config, config, loss) if loss else build(model_config, config)
-
-
-def build(script: Any, model_config: Any, config: Any, device: Any) -> tuple[Any, Any]:
-    """Return the script's model, parallelized, and its optimizer."""
-    model = build_model(script, model_config, config)
-    decayed = shared_model.weight_decay_names(model)
-    model = script.parallelize(model, config, device)
-    return model, build_optimizer(script, model, decayed, config)
-
-
 def build_optimizer(script: Any, model: Any, decayed: set, config: Any) -> Any:
     return call(script.build_optimizer, model=model, decayed=decayed, config=config)
-
-
-def evaluate(script: Any, model: Any, validation: Any, config: Any, device: Any) -> float:
-    return call(
-        script.evaluate, model=model, validation=validation, config=config, device=device
-    )
-
-
-def dp_rank_and_size(script: Any, config: Any) -> tuple[int, int]:
-    """Return this rank's index among the data-parallel ranks, and how many there are."""
-    if hasattr(script, "dp_rank_and_size"):
-        return script.dp_rank_and_size(config)
-    return dist.get_rank(), dist.get_world_size()
 
 
 def stream(script: Any, config: Any, training: common.Batches) -> Iterator[common.GlobalBatch]:

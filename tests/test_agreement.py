@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import script_parts as parts
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import (
@@ -44,7 +45,6 @@ import common
 import fsdp2_ep_pretrain
 import fsdp2_pretrain
 import model as shared_model
-import script_parts as parts
 
 STEPS = RUN_FLAGS["steps"]
 # For ranks that share a model. DTensor takes long where it sees a shape for the first time, so all

@@ -4,6 +4,7 @@ import importlib
 import warnings
 
 import pytest
+import script_parts as parts
 import torch
 from conftest import SMALL, small_mixture, small_shape
 from test_types import CPU, build, plain_model, summed_loss
@@ -13,7 +14,6 @@ import common
 import fsdp1_pretrain
 import fsdp2_pretrain
 import model as shared_model
-import script_parts as parts
 
 # Flags for one rank.
 ALONE = {

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import script_parts as parts
 import torch
 import transformers
 from conftest import SMALL
@@ -24,7 +25,6 @@ import fsdp2_ep_pretrain
 import fsdp2_pp_pretrain
 import fsdp2_pretrain as script
 import model as shared_model
-import script_parts as parts
 
 BUCKETED_TYPES = shared_model.BUCKETED_TYPES.split()
 PACKED_TYPES = shared_model.PACKED_TYPES.split()

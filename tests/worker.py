@@ -11,6 +11,7 @@ import sys
 from functools import partial, partialmethod
 
 import cases  # also adds the root to sys.path
+import script_parts as parts
 import torch
 import torch.distributed as dist
 from grid import share
@@ -28,7 +29,6 @@ import fsdp2_pp_pretrain
 import fsdp2_pretrain
 import fsdp2_tp_pretrain
 import model as shared_model
-import script_parts as parts
 from run import set_learning_rates
 
 SCRIPTS = {"ddp": ddp_pretrain, "fsdp1": fsdp1_pretrain, "fsdp2": fsdp2_pretrain}
@@ -267,8 +267,8 @@ def train(script, flags: dict, device: torch.device, merge=False, count=False) -
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     seen["decay"] = []
     for group in optimizer.param_groups:
-        parts = common.gather([names[id(parameter)] for parameter in group["params"]])
-        seen["decay"].append([group["weight_decay"], len(set().union(*parts))])
+        of_ranks = common.gather([names[id(parameter)] for parameter in group["params"]])
+        seen["decay"].append([group["weight_decay"], len(set().union(*of_ranks))])
     state = state_of(model)
     seen["initial"] = of_all_ranks({name: x.double().sum().item() for name, x in state.items()})
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
