@@ -561,6 +561,7 @@ def train_step(
     # FSDP averages gradients over all ranks with the same part of the layers, so multiply by their
     # number to get a sum.
     _, dp_size = dp_rank_and_size(config)
+    scale = dp_size * config.context_parallel / batch.num_targets
     total_loss = torch.zeros((), device=device)
 
     def scaled_loss(loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -575,9 +576,7 @@ def train_step(
     # NOTE: scale_grads=True would divide the gradients by the number of micro-batches as well.
     schedule = Schedule1F1B(model.stage, len(micro_batches), scaled_loss, scale_grads=False)
     # The schedule splits `target`, so that `scaled_loss` gets one scale for each micro-batch.
-    scales = torch.full(
-        (len(micro_batches),), dp_size * config.context_parallel / batch.num_targets, device=device
-    )
+    scales = torch.full((len(micro_batches),), scale, device=device)
     # With TP, each rank has the logits of its shard of the vocabulary. loss_parallel computes the
     # loss from them with three small all-reduces: of the maxima, of the sums of exponentials, and
     # of the targets' logits. NOTE: backward has to run inside of it too.

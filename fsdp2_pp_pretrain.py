@@ -427,6 +427,7 @@ def train_step(
     # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
     # FSDP averages gradients over the ranks of a stage, so multiply by their number to get a sum.
     _, dp_size = dp_rank_and_size(config)
+    scale = dp_size / batch.num_targets
     total_loss = torch.zeros((), device=device)
 
     def scaled_loss(loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -439,7 +440,7 @@ def train_step(
         stage.submod.micro_batches = iter(micro_batches)
     schedule = build_schedule(model.stages, config.schedule, len(micro_batches), scaled_loss)
     # The schedule splits `target`, so that `scaled_loss` gets one scale for each micro-batch.
-    scales = torch.full((len(micro_batches),), dp_size / batch.num_targets, device=device)
+    scales = torch.full((len(micro_batches),), scale, device=device)
     # All-gathers, then sends and receives, then reduce-scatters.
     schedule.step(target=scales, return_outputs=False)
     if model.embedding_group is not None:

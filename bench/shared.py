@@ -203,7 +203,9 @@ def build_model(script: Any, model_config: Any, config: Any) -> Any:
     if script.__name__ == "fsdp2_grpo":
         return script.build_policy(model_config, config, None)
     build = getattr(script, "build_model", model.build_model)
-    loss = getattr(script, "vocabulary_parallel_loss", None)  # of tensor parallelism
+    loss = None
+    if getattr(config, "tensor_parallel", 1) > 1 or script.__name__ == "fsdp2_tp_pretrain":
+        loss = script.vocabulary_parallel_loss
     made = build(model_config, config, loss) if loss else build(model_config, config)
     if script.__name__ == "fsdp2_lora":
         with torch.device("meta"):

@@ -24,6 +24,7 @@ from grid import share
 import common
 import fsdp2_grpo
 import model
+import run as running
 
 ALL_SCRIPTS = [*SCRIPTS, MUON, *INSIDE, EXPERTS, "fsdp2_nd_pretrain.py"]
 ALL_SCRIPTS += ["fsdp2_sft.py", "fsdp2_lora.py", "fsdp2_grpo.py"]
@@ -71,7 +72,7 @@ def test_flags_of_the_pages_are_accepted(command, monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     monkeypatch.setattr(common, "fetch_weights", lambda name: name)  # of a run that is not there
     monkeypatch.setattr(sys, "argv", words[words.index(script) :])
-    config = common.parse_config(CONFIGS[script])
+    config = running.parse_config(CONFIGS[script])
     assert config.steps > 0 or "--steps 0" in command
 
 
