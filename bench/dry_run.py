@@ -305,10 +305,8 @@ def adapted(script: Any) -> Iterator[None]:
     changes.append(
         (torch._meta_registrations, "_meta_grouped_mm_common", of_any_precision(grouped_mm))
     )
-    changes.append(
-        (dist, "new_subgroups_by_enumeration", unseen(dist.new_subgroups_by_enumeration))
-    )
-    changes.append((dist, "new_subgroups", unseen(dist.new_subgroups)))
+    for name in ("new_subgroups_by_enumeration", "new_subgroups"):
+        changes.append((dist, name, unseen(getattr(dist, name))))
     for name in ("init_device_mesh", "build_mesh"):
         if hasattr(script, name):
             changes.append((script, name, unseen(getattr(script, name))))
@@ -825,11 +823,8 @@ def read_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--memory_gib", type=float, help="memory of a GPU: does the run fit?")
     parser.add_argument("--link_gbps", type=float, help="speed of a rank's link, in Gbit/s")
     parser.add_argument("--tflops", type=float, help="speed of the kernels, in TFLOP/s")
-    for name, kind in {
-        "precision": str,
-        "micro_batch_tokens": int,
-        "global_batch_tokens": int,
-    }.items():
+    kinds = {"precision": str, "micro_batch_tokens": int, "global_batch_tokens": int}
+    for name, kind in kinds.items():
         parser.add_argument(f"--{name}", type=kind, help="as in the script")
     return parser.parse_known_args()
 
