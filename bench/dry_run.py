@@ -836,15 +836,20 @@ class Accepted(Exception):
 def checked_config(script: Any) -> Any:
     """Return the script's Config of the command line. Its `main` refuses what does not fit."""
 
-    def last_check(*arguments: Any) -> None:
-        micro_batches_per_rank(*arguments)
+    def accept(*_: Any) -> None:
         raise Accepted
 
-    script.micro_batches_per_rank = last_check
-    with contextlib.suppress(Accepted):
+    owner, name = common, "load_tokenizer"  # after all checks
+    if hasattr(script, "LoraLinear"):  # before it asks for a base, which is not needed here
+        owner, name = script, "micro_batches_per_rank"
+    plain = getattr(owner, name)
+    setattr(owner, name, accept)
+    try:
         script.main()
-    script.micro_batches_per_rank = micro_batches_per_rank
-    return parse_config(script.Config)
+    except Accepted:
+        return parse_config(script.Config)
+    finally:
+        setattr(owner, name, plain)
 
 
 def main() -> None:

@@ -212,9 +212,10 @@ def build_model(script: Any, model_config: Any, config: Any) -> Any:
 
     if script.__name__ == "fsdp2_grpo":
         return script.build_policy(model_config, config, None)
-    build = getattr(script, "build_model", model.build_model)
-    loss = getattr(script, "vocabulary_parallel_loss", None)  # of tensor parallelism
-    made = build(model_config, config, loss) if loss else build(model_config, config)
+    loss = None
+    if script.__name__ == "fsdp2_tp_pretrain" or getattr(config, "tensor_parallel", 1) > 1:
+        loss = script.vocabulary_parallel_loss
+    made = model.build_model(model_config, config, loss)
     if script.__name__ == "fsdp2_lora":
         with torch.device("meta"):
             script.add_adapters(made, config)
