@@ -28,6 +28,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,7 @@ import tiktoken
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import tqdm
 import transformers
 import xxhash
 from safetensors.torch import save_file
@@ -261,6 +263,9 @@ def encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
 
 READERS = {".parquet": "parquet", ".jsonl": "text", ".json": "json", ".txt": "text"}
 JSON = "a line of JSON"  # column of .jsonl files; `tokenize` parses it
+# The first progress bar, even a disabled one, creates a lock, by default with a named semaphore. If
+# the process then ends by `os._exit`, as after an error, Python 3.14 prints two lines about it.
+tqdm.tqdm.set_lock(threading.RLock())
 
 
 def standard_library_files() -> list[str]:
@@ -673,7 +678,8 @@ class Batches:
             begin = ends[-1] if packed else i * width
             ends.append(begin + len(tokens) - 1)
             inputs[begin : ends[-1]] = tokens[:-1]
-            labels[begin : ends[-1]] = np.where(in_loss, tokens, IGNORED)[1:]
+            # Ids may have an unsigned type, and NumPy would cast IGNORED itself to that type.
+            labels[begin : ends[-1]] = np.where(in_loss, tokens, np.int64(IGNORED))[1:]
         micro_batch = {
             "input_ids": torch.from_numpy(inputs).view(height, width),
             "labels": torch.from_numpy(labels).view(height, width),
@@ -769,6 +775,19 @@ def to_device(micro_batch: dict, device: torch.device) -> dict:
 # --- Weights in Hugging Face form -----------------------------------------------------------------
 
 
+def fetch_weights(name: str) -> str:
+    """Return the directory of --init_from: the hf/ of a run, itself, or a download from the hub."""
+    with refusing(f"--init_from {name[:200]} has no *.safetensors here, and is not on the hub"):
+        for directory in (Path(name, "hf"), Path(name)):
+            if any(directory.glob("*.safetensors")):
+                return str(directory.absolute())
+        return huggingface_hub.snapshot_download(
+            name,
+            allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"],
+            ignore_patterns="consolidated*",  # Mistral's own format beside the usual one
+        )
+
+
 def load_weights(model: nn.Module, directory: str, skip: tuple = ()) -> None:
     """Fill full or sharded parameters from the safetensors files of a Hugging Face directory.
 
@@ -862,10 +881,11 @@ def read_checkpoint(checkpoint: Path, state_dict: dict) -> None:
     before = read_description(checkpoint)
     if before["checkpoint_style"] == "stateful" and "app" not in state_dict:
         state_dict = {"app": state_dict}
+    optimizer = before.get("optimizer", "an unknown optimizer")
     with refusing(
-        f"{checkpoint} of torch {before['torch']} and {before.get('optimizer')} cannot be loaded "
-        "(remove it if it is damaged; if another optimizer wrote it, use its weights alone: "
-        "--init_from, another --run_dir)"
+        f"{checkpoint} of torch {before['torch']} and {optimizer} cannot be loaded (remove it if "
+        "it is damaged; if another optimizer wrote it, use its weights alone: --init_from, another "
+        "--run_dir)"
     ):
         # For metadata that it cannot read, `dcp.load` would log 56 lines before it fails.
         dcp.FileSystemReader(checkpoint).read_metadata()

@@ -285,7 +285,7 @@ def checked_reward(prompt: str, answer: str, reference: str) -> float:
     try:
         value = reward(prompt, answer, reference)
     except SystemExit as error:  # code that a model wrote may call exit()
-        raise RuntimeError("reward() calls exit()") from error
+        raise RuntimeError("reward() calls exit()").with_traceback(error.__traceback__) from None
     # Advantages are fp32.
     if not isinstance(value, numbers.Real | np.bool_) or not 0 <= value < 1e30:
         common.refuse(f"reward() has to return a number, 0 or more, not {value!r:.80}")

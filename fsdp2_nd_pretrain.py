@@ -289,8 +289,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     if config.compile:
         compile_blocks(blocks, config)
         # NOTE: torch 2.13 caches compiled graphs on disk under a key that has neither a DTensor's
-        # local shape nor the names of process groups. If PYTHONHASHSEED is set, the next run loads
-        # graphs of other ranks, and fails.
+        # local shape nor the names of process groups. If PYTHONHASHSEED is set, a second run can
+        # load graphs of other ranks, and fail.
         torch._functorch.config.enable_autograd_cache = config.tensor_parallel == 1
 
     mesh, sharding = build_mesh(config, device)

@@ -23,7 +23,6 @@ from dataclasses import field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import huggingface_hub
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -170,7 +169,7 @@ def parse_config(config_class: type) -> Any:
         name = "".join(f"--{name} " for name in problem["loc"])
         refuse(name + problem["msg"].removeprefix("Value error, "))
     if config.init_from:
-        config.init_from = fetch_weights(config.init_from)
+        config.init_from = common.fetch_weights(config.init_from)
         # Weights bring their architecture and tokenizer, unless the command line sets others.
         given = {word.split("=")[0] for word in sys.argv}
         for name in ("model", "tokenizer"):
@@ -209,19 +208,6 @@ def set_learning_rates(config: Flags, default: float, ratio: float = 50) -> None
         config.min_learning_rate = config.learning_rate / ratio
     if config.min_learning_rate > config.learning_rate:
         refuse("--min_learning_rate is above --learning_rate")
-
-
-def fetch_weights(name: str) -> str:
-    """Return the directory of --init_from: the hf/ of a run, itself, or a download from the hub."""
-    with refusing(f"--init_from {name[:200]} has no *.safetensors here, and is not on the hub"):
-        for directory in (Path(name, "hf"), Path(name)):
-            if any(directory.glob("*.safetensors")):
-                return str(directory.absolute())
-        return huggingface_hub.snapshot_download(
-            name,
-            allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"],
-            ignore_patterns="consolidated*",  # Mistral's own format beside the usual one
-        )
 
 
 # --- How a process ends ---------------------------------------------------------------------------

@@ -62,7 +62,8 @@ def flags() -> str:
     scripts += ["fsdp2_sft", "fsdp2_lora", "fsdp2_grpo"]
     configs = {script: importlib.import_module(script).Config for script in scripts}
     fields = {
-        script: {f.name: f for f in dataclasses.fields(configs[script])} for script in scripts
+        script: {f.name: f for f in dataclasses.fields(configs[script]) if f.init}
+        for script in scripts
     }
     for name in dict.fromkeys(name for script in scripts for name in fields[script]):
         having = [script for script in scripts if name in fields[script]]

@@ -13,7 +13,6 @@ from typing import Any
 from unittest import mock
 
 import cases  # also adds the root and bench to sys.path
-import chat
 import collectives
 import numpy as np
 import shared

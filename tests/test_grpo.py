@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import chat
 import numpy as np
 import pytest
 import torch

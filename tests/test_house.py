@@ -310,7 +310,7 @@ def test_scripts_by_hand_have_the_same_setup_and_transformer(name):
 
 def test_pages_are_short():
     """Lines too. Exercises, with all their output, and diffs, which are generated, may be long."""
-    limits = {"README.md": 250, "AGENTS.md": 60, "docs/runs.md": 300}
+    limits = {"README.md": 250, "AGENTS.md": 60, "docs/runs.md": 300, "docs/traps.md": 190}
     for path in [ROOT / "README.md", ROOT / "AGENTS.md", *ROOT.glob("docs/*.md")]:
         page, text = str(path.relative_to(ROOT)), path.read_text()
         if path.stem not in ("exercises", "diffs"):

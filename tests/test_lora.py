@@ -64,10 +64,10 @@ def marked(cases: list) -> list:
 
 
 @pytest.fixture(scope="module")
-def conversations(tmp_path_factory) -> str:
+def conversations(python_files, tmp_path_factory) -> str:
     """Return a .jsonl file of 200 conversations of unlike lengths."""
     rows = []
-    for row in script.conversations.docstring_conversations(common.standard_library_files()[:40]):
+    for row in script.conversations.docstring_conversations(python_files):
         prompt, completion = row["prompt"][-40:], row["completion"][-len(rows) // 2 - 20 :]
         rows.append({"prompt": prompt, "completion": completion})
     return str(write(tmp_path_factory.mktemp("data") / "conversations.jsonl", rows[:200]))
@@ -209,10 +209,10 @@ SAME_BITS = ["recomputed", "offloaded", "replicas", "kept"]
 @pytest.mark.parametrize("case", marked(SAME_BITS + ["recomputed nf4"]))
 def test_modes_change_no_bit(trained, case):
     seen, plain = trained(2, case), trained(2, "nf4" if "nf4" in case else "fp32")
-    assert seen["losses"] == plain["losses"][:6]
-    # Replicas add up the squares of a norm in another order.
+    # Replicas add up the squares of the norm in another order, and gradients are clipped by it.
     tolerance = 1e-6 if case == "replicas" else 0
-    assert seen["norms"] == pytest.approx(plain["norms"][:6], rel=tolerance)
+    for what in ("losses", "norms"):
+        assert seen[what] == pytest.approx(plain[what][:6], rel=tolerance, abs=0)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

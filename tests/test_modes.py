@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -217,7 +218,7 @@ def test_accumulating_gradients_equals_one_larger_micro_batch(seen, name):
 
 
 def float8_package() -> str:
-    apart = ROOT / ".venv/torchao"  # where .ci/run installs it
+    apart = Path(sys.prefix, "torchao")  # where .ci/run installs it
     if not apart.exists() and importlib.util.find_spec("torchao") is None:
         pytest.skip("needs the package torchao")
     return str(apart)

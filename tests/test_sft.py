@@ -277,7 +277,7 @@ def test_a_hub_models_template_comes_along(tmp_path, monkeypatch):
         return str(here)
 
     monkeypatch.setattr(running.huggingface_hub, "snapshot_download", download)
-    tokenizer, _, known = chat_tokenizer(running.fetch_weights("someone/chat"))
+    tokenizer, _, known = chat_tokenizer(common.fetch_weights("someone/chat"))
     assert tokenizer.chat_template == TEMPLATES["headers"]
     assert len(tokenizer) == known  # no token of our own template
     assert {path.name for path in here.glob("*.safetensors")} == {"model.safetensors"}
