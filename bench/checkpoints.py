@@ -41,7 +41,7 @@ def main() -> None:
         )  # fmt: skip
         session = shared.Session(script, config)
         run, checkpoints = session.run()
-        run.begin(checkpoints, {"step": 0, "metrics_bytes": 0}, "as in a benchmark", 1)
+        run.begin(checkpoints, {"step": 0, "metrics_bytes": 0}, "as in a benchmark")
         batches, step = [*session.batches(0, STEPS)], 0
 
         def seconds(kind: str) -> float:

@@ -40,7 +40,6 @@ from contestant import TURN
 from shared import ROOT, STRATEGIES
 
 import common
-import conversations
 import ddp_pretrain
 import fsdp2_sft
 
@@ -115,14 +114,7 @@ def prepare_pretraining(folder: Path, steps: int) -> dict[str, Any]:
 
 def prepare_fine_tuning(folder: Path, steps: int) -> dict[str, Any]:
     """Write conversations, a tokenizer with our template, and the conversations we train on."""
-    rows = []
-    for row in conversations.docstring_conversations(common.standard_library_files()):
-        texts = {"system": row["system"], "user": row["prompt"], "assistant": row["completion"]}
-        text = "".join(texts.values())
-        # Transformers' mask, which TRL uses, leaves out the last bytes of what is not ASCII.
-        if len(text) < 1950 and text.isascii():
-            messages = [{"role": role, "content": text} for role, text in texts.items()]
-            rows.append(messages)
+    rows = shared.short_conversations(common.standard_library_files(), 1950)
     chosen = np.random.default_rng(0).permutation(len(rows))[:2000]
     lines = [json.dumps({"messages": rows[i]}) + "\n" for i in chosen]
     (folder / "conversations.jsonl").write_text("".join(lines))

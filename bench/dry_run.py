@@ -305,10 +305,8 @@ def adapted(script: Any) -> Iterator[None]:
     changes.append(
         (torch._meta_registrations, "_meta_grouped_mm_common", of_any_precision(grouped_mm))
     )
-    changes.append(
-        (dist, "new_subgroups_by_enumeration", unseen(dist.new_subgroups_by_enumeration))
-    )
-    changes.append((dist, "new_subgroups", unseen(dist.new_subgroups)))
+    for name in ("new_subgroups_by_enumeration", "new_subgroups"):
+        changes.append((dist, name, unseen(getattr(dist, name))))
     for name in ("init_device_mesh", "build_mesh"):
         if hasattr(script, name):
             changes.append((script, name, unseen(getattr(script, name))))
@@ -825,11 +823,8 @@ def read_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--memory_gib", type=float, help="memory of a GPU: does the run fit?")
     parser.add_argument("--link_gbps", type=float, help="speed of a rank's link, in Gbit/s")
     parser.add_argument("--tflops", type=float, help="speed of the kernels, in TFLOP/s")
-    for name, kind in {
-        "precision": str,
-        "micro_batch_tokens": int,
-        "global_batch_tokens": int,
-    }.items():
+    kinds = {"precision": str, "micro_batch_tokens": int, "global_batch_tokens": int}
+    for name, kind in kinds.items():
         parser.add_argument(f"--{name}", type=kind, help="as in the script")
     return parser.parse_known_args()
 
@@ -841,15 +836,20 @@ class Accepted(Exception):
 def checked_config(script: Any) -> Any:
     """Return the script's Config of the command line. Its `main` refuses what does not fit."""
 
-    def last_check(*arguments: Any) -> None:
-        micro_batches_per_rank(*arguments)
+    def accept(*_: Any) -> None:
         raise Accepted
 
-    script.micro_batches_per_rank = last_check
-    with contextlib.suppress(Accepted):
+    owner, name = common, "load_tokenizer"  # after all checks
+    if hasattr(script, "LoraLinear"):  # before it asks for a base, which is not needed here
+        owner, name = script, "micro_batches_per_rank"
+    plain = getattr(owner, name)
+    setattr(owner, name, accept)
+    try:
         script.main()
-    script.micro_batches_per_rank = micro_batches_per_rank
-    return parse_config(script.Config)
+    except Accepted:
+        return parse_config(script.Config)
+    finally:
+        setattr(owner, name, plain)
 
 
 def main() -> None:

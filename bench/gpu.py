@@ -135,12 +135,9 @@ def main() -> None:
     script.init_process_group(config)
     table: dict[str, dict] = {}
     result = {
-        "device": NAME,
-        "ranks": dist.get_world_size(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "settings": table,
-    }
+        "device": NAME, "ranks": dist.get_world_size(), "torch": torch.__version__,
+        "transformers": transformers.__version__, "settings": table,
+    }  # fmt: skip
     for what, (_, flags) in SETTINGS.items():
         if dist.get_world_size() % group_size(flags):
             continue

@@ -106,21 +106,18 @@ def observe(script_name: str, flags: dict[str, int], rank: int) -> dict[str, Any
                 (name, p) for name, p in parameters.items() if p in optimizer.state
             )
             watch.restart()
+            gradients: dict[str, Any] = {}
             optimizer.register_step_pre_hook(
-                lambda *_: seen.update(
-                    gradients=by_block(
-                        (name, p.grad) for name, p in parameters.items() if p.grad is not None
-                    )
-                )
+                lambda *_: gradients.update((name, p.grad) for name, p in parameters.items())
             )
             script.train_step(model, optimizer, batch, 2, config, dry_run.CPU)
-            sent: Counter[str] = Counter()
+            seen["gradients"] = by_block(pair for pair in gradients.items() if pair[1] is not None)
+            seen["sent"] = Counter()
             for call in watch.calls:
-                sent[call.kind] += call.sent
-            seen["sent"] = sent
-            units = [module for module in inner.modules() if isinstance(module, FSDPModule)]
-            for unit in units:
-                unit.unshard()
+                seen["sent"][call.kind] += call.sent
+            for module in inner.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
             seen["computed"] = by_block(inner.named_parameters())
             index, size = shared.dp_rank_and_size(script, config)
         chunks = range(CHUNKS)

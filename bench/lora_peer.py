@@ -101,14 +101,8 @@ def prepare(folder: Path) -> int:
     config = fsdp2_lora.Config(tokenizer="bytes")
     tokenizer, *_ = conversations.chat_tokenizer(config, "text")
     common.save_tokenizer(tokenizer, folder / "base")
-    lines = []
-    for row in conversations.docstring_conversations(common.standard_library_files()[::4]):
-        texts = {"system": row["system"], "user": row["prompt"], "assistant": row["completion"]}
-        text = "".join(texts.values())
-        # Transformers' mask, which TRL uses, leaves out the last bytes of what is not ASCII.
-        if len(text) < 700 and text.isascii():
-            messages = [{"role": role, "content": text} for role, text in texts.items()]
-            lines.append(json.dumps({"messages": messages}) + "\n")
+    rows = shared.short_conversations(common.standard_library_files()[::4], 700)
+    lines = [json.dumps({"messages": messages}) + "\n" for messages in rows]
     lines = lines[:: len(lines) // (2 * CONVERSATIONS)]
     (folder / "conversations.jsonl").write_text("".join(lines))
     with contextlib.redirect_stdout(io.StringIO()):  # the script prints what it shortens

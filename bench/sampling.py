@@ -199,10 +199,8 @@ def main() -> None:
         common.save_tokenizer(tokenizer, Path(folder))
         asked, prompts = [], []
         for row in conversations.docstring_conversations(common.standard_library_files()):
-            messages = [
-                {"role": "system", "content": row["system"]},
-                {"role": "user", "content": row["prompt"]},
-            ]
+            texts = {"system": row["system"], "user": row["prompt"]}
+            messages = [{"role": role, "content": text} for role, text in texts.items()]
             text = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )

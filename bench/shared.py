@@ -146,31 +146,41 @@ def load_data(script: Any, config: Any, kind: type | None = None) -> SimpleNames
     os.environ.setdefault("RANK", "0")  # `common.say` prints on rank 0
     kind = kind or batches_class(script)
     if script.__name__ in MARKS:
-        marks, function = MARKS[script.__name__], script.tokenize_conversation
-        tokenizer, form, known_ids = conversations.chat_tokenizer(config, marks)
-        columns, corpora = conversations.COLUMNS, conversations.CORPORA
-        documents = common.load_documents(
-            config, columns, function, tokenizer, corpora, header=form.header
-        )
-        shorten = conversations.truncate
+        tokenizer, form, known_ids = conversations.chat_tokenizer(config, MARKS[script.__name__])
+        columns, function = conversations.COLUMNS, script.tokenize_conversation
+        more = {"corpora": conversations.CORPORA, "header": form.header}
         ends = conversations.base_generation(config, tokenizer, form.turn_end).eos_token_id
+        shorten = conversations.truncate
     else:
         tokenizer = common.load_tokenizer(config.tokenizer)
-        columns, function = [config.text_column], common.tokenize_text
-        documents = common.load_documents(config, columns, function, tokenizer)
-        shorten, ends = common.Sequences.split, tokenizer.eos_token_id
-        known_ids = common.vocabulary_size(tokenizer)
+        known_ids, ends = common.vocabulary_size(tokenizer), tokenizer.eos_token_id
+        columns, function, more = [config.text_column], common.tokenize_text, {}
+        shorten = common.Sequences.split
+    documents = common.load_documents(config, columns, function, tokenizer, **more)
+    data = SimpleNamespace(tokenizer=tokenizer, documents=documents)
     parts = common.train_validation_split(documents, config.eval_tokens)
-    parts = [shorten(part, config.max_length) for part in parts]
-    training, validation = (kind(part, config, tokenizer.eos_token_id) for part in parts)
-    added = common.vocabulary_size(tokenizer) - known_ids
-    return SimpleNamespace(
-        tokenizer=tokenizer,
-        documents=documents,
-        training=training,
-        validation=validation,
-        model_config=architecture(script, config, known_ids, added, ends),
+    data.training, data.validation = (
+        kind(shorten(part, config.max_length), config, tokenizer.eos_token_id) for part in parts
     )
+    added = common.vocabulary_size(tokenizer) - known_ids
+    data.model_config = architecture(script, config, known_ids, added, ends)
+    return data
+
+
+def short_conversations(files: list[str], longest: int) -> list[list[dict[str, str]]]:
+    """Return embedded conversations of fewer characters, as messages.
+
+    In ASCII: transformers' mask, which TRL uses, leaves out the last bytes of other text.
+    """
+    from conversations import docstring_conversations
+
+    found = []
+    for row in docstring_conversations(files):
+        texts = {"system": row["system"], "user": row["prompt"], "assistant": row["completion"]}
+        text = "".join(texts.values())
+        if len(text) < longest and text.isascii():
+            found.append([{"role": role, "content": text} for role, text in texts.items()])
+    return found
 
 
 def architecture(
@@ -202,11 +212,10 @@ def build_model(script: Any, model_config: Any, config: Any) -> Any:
 
     if script.__name__ == "fsdp2_grpo":
         return script.build_policy(model_config, config, None)
-    build = getattr(script, "build_model", model.build_model)
     loss = None
-    if getattr(config, "tensor_parallel", 1) > 1 or script.__name__ == "fsdp2_tp_pretrain":
+    if script.__name__ == "fsdp2_tp_pretrain" or getattr(config, "tensor_parallel", 1) > 1:
         loss = script.vocabulary_parallel_loss
-    made = build(model_config, config, loss) if loss else build(model_config, config)
+    made = model.build_model(model_config, config, loss)
     if script.__name__ == "fsdp2_lora":
         with torch.device("meta"):
             script.add_adapters(made, config)
@@ -274,11 +283,14 @@ class Session:
         stream = self.data.training.stream(0, number, dp_rank, dp_size)
         return itertools.islice(stream, first, last)
 
-    def train_step(self, batch: Any, step: int = 1) -> float:
-        """Run a step, with the learning rate of the step of this number; returns its mean loss."""
+    def measured_step(self, batch: Any, step: int) -> dict[str, float]:
+        """Run a step, with the learning rate of the step of this number."""
         model, optimizer = self.model, self.optimizer
-        measured = self.script.train_step(model, optimizer, batch, step, self.config, self.device)
-        return measured["loss"]
+        return self.script.train_step(model, optimizer, batch, step, self.config, self.device)
+
+    def train_step(self, batch: Any, step: int = 1) -> float:
+        """Run a step; returns its mean loss."""
+        return self.measured_step(batch, step)["loss"]
 
     def run(self) -> tuple[Any, Any]:
         """Return the run of the script's `main`, which has not begun, and its checkpoints."""
@@ -296,16 +308,14 @@ class Session:
         from run import max_over_ranks
 
         (run, checkpoints), config = self.run(), self.config
-        run.begin(checkpoints, {"step": 0, "metrics_bytes": 0}, "as in a benchmark", 1)
+        run.begin(checkpoints, {"step": 0, "metrics_bytes": 0}, "as in a benchmark")
         batches, tokens = self.batches(0, config.steps), 0
         for step in range(1, config.steps + 1):
             started = time.perf_counter()
             batch = next(batches)
             data_seconds = time.perf_counter() - started
             seed_by_name(config.seed, step, run.rank)
-            measured = self.script.train_step(
-                self.model, self.optimizer, batch, step, config, self.device
-            )
+            measured = self.measured_step(batch, step)
             tokens += batch.num_targets
             data_seconds, _ = max_over_ranks(data_seconds, run.stop_signals)
             run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)

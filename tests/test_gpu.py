@@ -316,6 +316,20 @@ def test_the_benchmark_continues_after_a_setting_that_fails(monkeypatch, tmp_pat
     assert known == [*range(len(settings) + 1)] and {"mfu": 0.5} in settings.values()
 
 
+@pytest.mark.drill
+def test_the_scripts_accept_the_flags_of_the_kit(tmp_path):
+    """Without a GPU nothing else of bench/kit is run here."""
+    kit = ROOT / "bench/kit"
+    paths = {"KIT_INPUTS": str(tmp_path), "OUT": str(tmp_path), "PYTHONPATH": f"{kit}:{ROOT}"}
+    for words in (["inputs.py"], ["programs.py", "--check"]):
+        command = [sys.executable, str(kit / words[0]), *words[1:]]
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | paths, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(" runs, 0 with flags that their script refuses\n"), done.stdout
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_first_command_on_one_gpu(tmp_path):
