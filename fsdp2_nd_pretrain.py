@@ -582,7 +582,8 @@ def train_step(
     # of the targets' logits. NOTE: backward has to run inside of it too.
     with tp.loss_parallel():
         # FSDP's all-gathers. For each micro-batch sends and receives between stages, and in each
-        # block the collectives of TP and CP. Last, FSDP's reduce-scatters.
+        # block TP's all-gathers, reduce-scatters and, for gradients of norms, all-reduces, and CP's
+        # all-to-alls. Last, FSDP's reduce-scatters.
         schedule.step(target=scales, return_outputs=False)
     if model.embedding_group is not None:
         # The first stage computes the gradient of the tied embedding as the embedding, and the last
