@@ -2,8 +2,7 @@
 
     torchrun --standalone --nproc-per-node=2 ddp_pretrain.py
 
-When to use it: parameters, gradients and optimizer state fit on one GPU with room to spare. Nothing
-is simpler.
+When to use it: parameters, gradients and optimizer state fit on one GPU with room to spare.
 
 Memory per rank: all fp32 parameters, gradients and AdamW moments, 16 bytes per parameter. Ranks
 differ only in the micro-batches that they train on. With --shard_optimizer (ZeRO-1), N ranks divide
@@ -11,8 +10,7 @@ the moments among themselves, so a rank needs 8 + 8/N bytes per parameter.
 
 Communication volume per step, with G the bytes of the fp32 gradients: one all-reduce of the
 gradients, 2G(N-1)/N. It runs in buckets that overlap with the backward of earlier layers. ZeRO-1
-also broadcasts the updated parameters, at most G per rank. (Before a forward, DDP broadcasts rank
-0's buffers: the rotary frequencies, a few hundred bytes.)
+also broadcasts each updated parameter from the rank that owns it, at most G per rank.
 
 PyTorch DDP is described in arXiv 2006.15704, ZeRO in arXiv 1910.02054.
 """
@@ -105,7 +103,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> Distr
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
-        torch._dynamo.config.optimize_ddp = False  # it would split a block's graph at each bucket
+        # Do not split the graph of a block where a bucket of gradients ends.
+        torch._dynamo.config.optimize_ddp = False
 
     # The model is on the meta device: it has shapes but no memory. Each rank draws the same
     # weights, because a module is seeded by its name.
@@ -132,8 +131,8 @@ def train_step(
     `model(**micro_batch)` returns the cross entropy summed over the micro-batch's target tokens
     (`forward_with_loss` in model.py).
 
-    Under `no_sync`, gradients add up on each rank alone. The backward of the last micro-batch
-    all-reduces the sums.
+    Under `no_sync`, each rank adds up its own gradients without communication. The backward of the
+    last micro-batch all-reduces the sums.
     """
     # The loss of a step is the sum over all target tokens, divided by their number in the global
     # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
@@ -142,7 +141,8 @@ def train_step(
     total_loss = torch.zeros((), device=device)
     for i, micro_batch in enumerate(batch.micro_batches):
         last = i == len(batch.micro_batches) - 1
-        # NOTE: off by one here, and ranks train on their local gradients without an error.
+        # NOTE: off by one here, and each rank updates its weights with its own gradients, without
+        # an error. The forward is inside too, because DDP decides in it whether to sync.
         with contextlib.nullcontext() if last else model.no_sync():
             loss = model(**common.to_device(micro_batch, device))
             (loss * scale).backward()  # all-reduces if gradients sync
@@ -162,7 +162,8 @@ def train_step(
     optimizer.step()
     if config.shard_optimizer:
         broadcast_updates(model)
-    # Gradients that were freed would be allocated again, beside DDP's buckets.
+    # Set gradients to zero in place, because they are views of DDP's buckets. Freed ones would be
+    # allocated again beside these. ZeRO-1's optimizer has only some of the parameters.
     model.zero_grad(set_to_none=False)
     return measured
 
@@ -176,7 +177,7 @@ def evaluate(
     model.eval()
     for micro_batch in validation.evaluation(dist.get_rank(), dist.get_world_size()):
         micro_batch = common.to_device(micro_batch, device)
-        total[0] += model.module(**micro_batch)  # without DDP's broadcast of buffers
+        total[0] += model.module(**micro_batch)  # without DDP, which only backward needs
         total[1] += (micro_batch["labels"] != common.IGNORED).sum()
     model.train()
     dist.all_reduce(total)
@@ -187,7 +188,10 @@ def evaluate(
 
 
 def assign_owners(model: DistributedDataParallel) -> dict[nn.Parameter, int]:
-    """Return the rank that updates each parameter: the largest first, to the rank with least."""
+    """Return the rank that updates each parameter: its owner.
+
+    Each parameter, from the largest to the smallest, goes to the rank that has the fewest elements.
+    """
     owners = {}
     elements = [0] * dist.get_world_size()  # of each rank
     for parameter in sorted(model.parameters(), key=torch.numel, reverse=True):
@@ -233,7 +237,7 @@ def learning_rate_at(step: int, config: Config) -> float:
     """Linear warm-up, then cosine decay to the minimum, which the last step reaches.
 
     With --decay_steps the rate stays at its peak until the decay (WSD, arXiv 2404.06395). So runs
-    of different lengths share their steps until the shorter one decays.
+    of different lengths have the same rates until the shorter one decays.
     """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps

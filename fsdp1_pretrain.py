@@ -7,14 +7,15 @@ When to use it: to read or maintain code that was built on FSDP1. Use FSDP2 for 
 FSDP1 flattens the parameters of each block into one tensor, and each rank holds a shard of it.
 
 Memory per rank, with N ranks: 1/N of the fp32 parameters, gradients and AdamW moments, 16/N bytes
-per parameter. While a block computes, also its full parameters, and in backward its full gradients.
+per parameter. On top come the full parameters of the block that computes, of the next one, whose
+all-gather overlaps, and of the root, and in backward the block's full gradients.
 
-Communication volume per step, with P the bytes of the parameters in compute precision and G the
-bytes of the fp32 gradients: each block's parameters are all-gathered for its forward and again for
-its backward, 2P(N-1)/N in all, and its gradients are reduce-scattered, G(N-1)/N. (The embedding,
-the last norm and the head are gathered once per micro-batch.) DDP's all-reduce sends 2G(N-1)/N. In
-fp32 P equals G, so this is 1.5 times DDP's volume; in bf16 P is half of G, so the volumes are
-equal. With gradient accumulation, each micro-batch communicates as much as this again.
+Communication volume per micro-batch, with P the bytes of the parameters in compute precision and G
+the bytes of the fp32 gradients: each block's parameters are all-gathered for its forward and again
+for its backward, 2P(N-1)/N in all, and its gradients are reduce-scattered, G(N-1)/N. (The
+embedding, the last norm and the head are gathered once.) DDP all-reduces once per step, which sends
+2G(N-1)/N. With one micro-batch per step, FSDP2 sends 1.5 times as much in fp32, where P equals G,
+and as much as DDP in bf16, where P is half of G.
 
 The idea is ZeRO-3 (arXiv 1910.02054). PyTorch FSDP is described in arXiv 2304.11277.
 """
@@ -129,7 +130,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     On GPUs this communication runs on streams of its own and overlaps with compute.
     """
     blocks = list(transformer_blocks(model))
-    # Both change what a block computes in its forward, and FSDP adds its hooks around that.
+    # Both wrap a block's forward, and FSDP's hooks run around it. So a forward that is recomputed
+    # uses the parameters that were gathered for backward.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
@@ -201,7 +203,8 @@ def train_step(
     total_loss = torch.zeros((), device=device)
     for i, micro_batch in enumerate(batch.micro_batches):
         last = i == len(batch.micro_batches) - 1
-        # NOTE: off by one here, and ranks train on their local gradients without an error.
+        # NOTE: off by one here with --reduce_every_micro_batch false, and a step lacks gradients,
+        # without an error.
         with contextlib.nullcontext() if last or reduce_every else model.no_sync():
             loss = model(**common.to_device(micro_batch, device))  # all-gathers
             (loss * scale).backward()  # all-gathers, and reduce-scatters if gradients sync
@@ -267,7 +270,7 @@ def learning_rate_at(step: int, config: Config) -> float:
     """Linear warm-up, then cosine decay to the minimum, which the last step reaches.
 
     With --decay_steps the rate stays at its peak until the decay (WSD, arXiv 2404.06395). So runs
-    of different lengths share their steps until the shorter one decays.
+    of different lengths have the same rates until the shorter one decays.
     """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps

@@ -167,9 +167,10 @@ def check_model(model: nn.Module, config: Config) -> None:
 def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
     """Split the experts over EP groups, shard all parameters, and give the shards initial weights.
 
-    `fully_shard(module)` makes one unit of the module's parameters that no earlier call on a
-    submodule has claimed. It turns them into DTensors, adds the methods of `FSDPModule` to the
-    module's class, and adds these hooks:
+    `fully_shard(module)` makes one unit of the module's parameters: they are gathered and freed
+    together. Parameters that an earlier call on a submodule took stay in that unit. The call turns
+    the parameters into DTensors, gives the module a class with the methods of `FSDPModule`, and
+    adds these hooks:
 
     - Before forward, one all-gather makes the unit's parameters full. After forward they are freed.
     - Before backward, another all-gather makes them full again. After backward, one reduce-scatter
@@ -178,14 +179,16 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
 
     On GPUs this communication runs on streams of its own and overlaps with compute. In forward, the
     CPU runs ahead and starts the next block's all-gather while the GPU still computes this block.
-    In backward, the hook of a block starts the all-gather of the block before it.
+    In backward, the hook before a block's backward also starts the all-gather of the preceding
+    block, whose backward comes next.
 
     The experts of a block are a unit of their own, which FSDP shards over the ranks that have the
     same experts. All other parameters are sharded over all ranks.
     """
     check_model(model, config)
     blocks = transformer_blocks(model)
-    # Both change what a block computes in its forward, and FSDP adds its hooks around that.
+    # Both wrap a block's forward, and FSDP's hooks run around it. So a forward that is recomputed
+    # uses the parameters that were gathered for backward.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
@@ -203,8 +206,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     if config.precision != "fp32":
         # Shards and optimizer state stay fp32. Parameters are cast to bf16 before they are
         # gathered, so blocks compute in bf16 and their full gradients are bf16. These are cast to
-        # fp32 before they are reduced. What the model itself computes in fp32, such as some rotary
-        # embeddings, stays fp32, because a block's inputs are not cast.
+        # fp32 before they are reduced. FSDP would also cast the inputs of each unit. Leave them,
+        # because some are fp32 for a reason, such as rotary embeddings.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -231,8 +234,9 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
             block, mesh=world, reshard_after_forward=config.reshard_after_forward, **options
         )
     if not model.config.tie_word_embeddings:
-        # A tied embedding has to be in the head's unit. An untied one can be a unit of its own,
-        # which is freed after its forward. Its backward needs no weights, so do not gather them.
+        # A tied embedding is the head's weight too, and stays in the root's unit. An untied one can
+        # be a unit of its own, which is freed after its forward. Its backward needs no weights, so
+        # do not gather them.
         fully_shard(
             model.get_input_embeddings(),
             mesh=world,
@@ -411,8 +415,9 @@ def train_step(
     """Run one optimizer step; returns its mean loss, gradient norm and expert load.
 
     `model(**micro_batch)` returns the cross entropy summed over the micro-batch's target tokens
-    (`forward_with_loss` in model.py). It uses weights inside the root's forward only. Elsewhere
-    they may be sharded.
+    (`forward_with_loss` in model.py). The root's forward computes it, because only there the head's
+    weight is sure to be full. It takes the target tokens in chunks, so that all logits never exist
+    at once, and sums in fp32.
 
     FSDP reduce-scatters the gradients of every micro-batch, overlapped with its backward, so a rank
     accumulates only its shards. With `--reduce_every_micro_batch false` it accumulates full
@@ -434,7 +439,8 @@ def train_step(
     for i, micro_batch in enumerate(batch.micro_batches):
         last = i == len(batch.micro_batches) - 1
         # The setters reach all units in the model.
-        # NOTE: off by one here, and ranks train on their local gradients without an error.
+        # NOTE: off by one here with --reduce_every_micro_batch false, and a step gets gradients of
+        # the step before it, without an error.
         model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
         # With --reshard_after_forward false, parameters stay full from the first micro-batch's
         # forward to the last one's backward, so only the first forward gathers them.
@@ -512,7 +518,7 @@ def learning_rate_at(step: int, config: Config) -> float:
     """Linear warm-up, then cosine decay to the minimum, which the last step reaches.
 
     With --decay_steps the rate stays at its peak until the decay (WSD, arXiv 2404.06395). So runs
-    of different lengths share their steps until the shorter one decays.
+    of different lengths have the same rates until the shorter one decays.
     """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps

@@ -304,7 +304,8 @@ def init_process_group(config: Config) -> torch.device:
     device = set_up_gpu(config)
     # cuDNN attention builds a plan for each new shape, and while sampling each token has one.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # gloo beside NCCL handles tensors in CPU memory: Python objects and offloaded gradients.
+    # gloo beside NCCL communicates tensors in CPU memory: pickled Python objects and, with
+    # --cpu_offload, the norm of the gradients.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     return device
 
@@ -312,9 +313,10 @@ def init_process_group(config: Config) -> torch.device:
 def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
     """Shard a model that is on the meta device, and give the shards memory and initial weights.
 
-    `fully_shard(module)` makes one unit of the module's parameters that no earlier call on a
-    submodule has claimed. It turns them into DTensors, adds the methods of `FSDPModule` to the
-    module's class, and adds these hooks:
+    `fully_shard(module)` makes one unit of the module's parameters: they are gathered and freed
+    together. Parameters that an earlier call on a submodule took stay in that unit. The call turns
+    the parameters into DTensors, gives the module a class with the methods of `FSDPModule`, and
+    adds these hooks:
 
     - Before forward, one all-gather makes the unit's parameters full. After forward they are freed.
     - Before backward, another all-gather makes them full again. After backward, one reduce-scatter
@@ -322,10 +324,12 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
 
     On GPUs this communication runs on streams of its own and overlaps with compute. In forward, the
     CPU runs ahead and starts the next block's all-gather while the GPU still computes this block.
-    In backward, the hook of a block starts the all-gather of the block before it.
+    In backward, the hook before a block's backward also starts the all-gather of the preceding
+    block, whose backward comes next.
     """
     blocks = transformer_blocks(model)
-    # Both change what a block computes in its forward, and FSDP adds its hooks around that.
+    # Both wrap a block's forward, and FSDP's hooks run around it. So a forward that is recomputed
+    # uses the parameters that were gathered for backward.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
@@ -333,9 +337,10 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     ranks = dist.get_world_size()
     mesh = init_device_mesh(device.type, (ranks,))
     if config.dp_replicate > 1:
-        # HSDP: shard over the ranks of a row of the mesh, such as a machine, and replicate across
-        # rows. Then all-gathers stay in a row. After a row's reduce-scatter, an all-reduce across
-        # rows averages the shards of the gradients.
+        # HSDP (hybrid sharding): the mesh arranges the ranks in a grid. Shard over the ranks of a
+        # row, such as the GPUs of one machine, and replicate across rows. Then all-gathers stay in
+        # a row. After a row's reduce-scatter, an all-reduce across rows averages the shards of the
+        # gradients.
         mesh = init_device_mesh(
             device.type,
             (config.dp_replicate, ranks // config.dp_replicate),
@@ -345,8 +350,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     if config.precision != "fp32":
         # Shards and optimizer state stay fp32. Parameters are cast to bf16 before they are
         # gathered, so blocks compute in bf16 and their full gradients are bf16. These are cast to
-        # fp32 before they are reduced. What the model itself computes in fp32, such as some rotary
-        # embeddings, stays fp32, because a block's inputs are not cast.
+        # fp32 before they are reduced. FSDP would also cast the inputs of each unit. Leave them,
+        # because some are fp32 for a reason, such as rotary embeddings.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -364,8 +369,9 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         initialize(model, block.modules(), config.seed, device)
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
     if not model.config.tie_word_embeddings:
-        # A tied embedding has to be in the head's unit. An untied one can be a unit of its own,
-        # which is freed after its forward. Its backward needs no weights, so do not gather them.
+        # A tied embedding is the head's weight too, and stays in the root's unit. An untied one can
+        # be a unit of its own, which is freed after its forward. Its backward needs no weights, so
+        # do not gather them.
         fully_shard(
             model.get_input_embeddings(),
             reshard_after_forward=config.reshard_after_forward,
@@ -426,9 +432,9 @@ def train_step(
     be sharded. `policy_loss` makes a summed loss of them.
 
     FSDP reduce-scatters the gradients of every micro-batch, overlapped with its backward, so a rank
-    accumulates only its shards. With `--reduce_every_micro_batch false` it accumulates full
-    gradients, in fp32, and reduce-scatters them once, on the last micro-batch. That saves
-    communication but needs memory for a full set of gradients.
+    accumulates only its shards. With `--reduce_every_micro_batch false` it casts each micro-batch's
+    full gradients to fp32, adds them up, and reduce-scatters the sum once, on the last micro-batch.
+    That saves communication but needs memory for a full set of gradients.
     """
     old_log_probs = []  # of each micro-batch, from the model at the start of the step
     # The loss of a step is the sum over all target tokens, divided by their number in the global
@@ -440,7 +446,8 @@ def train_step(
         for i, micro_batch in enumerate(batch.micro_batches):
             last = i == len(batch.micro_batches) - 1
             # The setters reach all units in the model.
-            # NOTE: off by one here, and ranks train on their local gradients without an error.
+            # NOTE: off by one here with --reduce_every_micro_batch false, and a step gets gradients
+            # of the step before it, without an error.
             model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
             # HSDP only: accumulate shards of gradients, and all-reduce them across rows once.
             model.set_requires_all_reduce(last)
@@ -458,7 +465,8 @@ def train_step(
             total += sums.detach()
         dist.all_reduce(total)
 
-        # The norm over the shards of all ranks: one all-reduce, so call it on every rank.
+        # Each rank sums the squares of its shards, and one all-reduce adds up the sums. So call it
+        # on every rank. If the norm exceeds --grad_clip, all gradients are scaled down to it.
         norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
         norm = norm.full_tensor()  # a plain tensor; it is on all ranks already
 
@@ -893,7 +901,7 @@ def learning_rate_at(step: int, config: Config) -> float:
     """Linear warm-up, then cosine decay to the minimum, which the last step reaches.
 
     With --decay_steps the rate stays at its peak until the decay (WSD, arXiv 2404.06395). So runs
-    of different lengths share their steps until the shorter one decays.
+    of different lengths have the same rates until the shorter one decays.
     """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps

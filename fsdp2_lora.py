@@ -386,7 +386,8 @@ def init_process_group(config: Config) -> torch.device:
         dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
     device = set_up_gpu(config)
-    # gloo beside NCCL handles tensors in CPU memory: Python objects and offloaded gradients.
+    # gloo beside NCCL communicates tensors in CPU memory: pickled Python objects and, with
+    # --cpu_offload, the norm of the gradients.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     return device
 
@@ -394,9 +395,10 @@ def init_process_group(config: Config) -> torch.device:
 def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
     """Shard a model that is on the meta device, and give the shards memory and initial weights.
 
-    `fully_shard(module)` makes one unit of the module's parameters that no earlier call on a
-    submodule has claimed. It turns them into DTensors, adds the methods of `FSDPModule` to the
-    module's class, and adds these hooks:
+    `fully_shard(module)` makes one unit of the module's parameters: they are gathered and freed
+    together. Parameters that an earlier call on a submodule took stay in that unit. The call turns
+    the parameters into DTensors, gives the module a class with the methods of `FSDPModule`, and
+    adds these hooks:
 
     - Before forward, one all-gather makes the unit's parameters full. After forward they are freed.
     - Before backward, another all-gather makes them full again. After backward, one reduce-scatter
@@ -404,13 +406,15 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
 
     On GPUs this communication runs on streams of its own and overlaps with compute. In forward, the
     CPU runs ahead and starts the next block's all-gather while the GPU still computes this block.
-    In backward, the hook of a block starts the all-gather of the block before it.
+    In backward, the hook before a block's backward also starts the all-gather of the preceding
+    block, whose backward comes next.
 
     Frozen and trained parameters of a block form one unit. They may have different dtypes, as long
     as all trained ones have the same. Only the gradients of the trained ones are reduce-scattered.
     """
     blocks = transformer_blocks(model)
-    # Both change what a block computes in its forward, and FSDP adds its hooks around that.
+    # Both wrap a block's forward, and FSDP's hooks run around it. So a forward that is recomputed
+    # uses the parameters that were gathered for backward.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
@@ -418,9 +422,10 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     ranks = dist.get_world_size()
     mesh = init_device_mesh(device.type, (ranks,))
     if config.dp_replicate > 1:
-        # HSDP: shard over the ranks of a row of the mesh, such as a machine, and replicate across
-        # rows. Then all-gathers stay in a row. After a row's reduce-scatter, an all-reduce across
-        # rows averages the shards of the gradients.
+        # HSDP (hybrid sharding): the mesh arranges the ranks in a grid. Shard over the ranks of a
+        # row, such as the GPUs of one machine, and replicate across rows. Then all-gathers stay in
+        # a row. After a row's reduce-scatter, an all-reduce across rows averages the shards of the
+        # gradients.
         mesh = init_device_mesh(
             device.type,
             (config.dp_replicate, ranks // config.dp_replicate),
@@ -456,8 +461,9 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
                 module.start()  # the random numbers are those of the block's name
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
     if not model.config.tie_word_embeddings:
-        # A tied embedding has to be in the head's unit. An untied one can be a unit of its own,
-        # which is freed after its forward. Its backward needs no weights, so do not gather them.
+        # A tied embedding is the head's weight too, and stays in the root's unit. An untied one can
+        # be a unit of its own, which is freed after its forward. Its backward needs no weights, so
+        # do not gather them.
         fully_shard(
             model.get_input_embeddings(),
             reshard_after_forward=config.reshard_after_forward,
@@ -506,8 +512,9 @@ def train_step(
     """Run one optimizer step; returns the mean loss of the global batch and the gradient norm.
 
     `model(**micro_batch)` returns the cross entropy summed over the micro-batch's target tokens
-    (`forward_with_loss` in model.py). It uses weights inside the root's forward only. Elsewhere
-    they may be sharded.
+    (`forward_with_loss` in model.py). The root's forward computes it, because only there the head's
+    weight is sure to be full. It takes the target tokens in chunks, so that all logits never exist
+    at once, and sums in fp32.
 
     A rank accumulates full gradients of the adapters, which are small, and FSDP reduce-scatters
     them once, on the last micro-batch. With `--reduce_every_micro_batch true` FSDP reduce-scatters
@@ -521,7 +528,8 @@ def train_step(
     for i, micro_batch in enumerate(batch.micro_batches):
         last = i == len(batch.micro_batches) - 1
         # The setters reach all units in the model.
-        # NOTE: off by one here, and ranks train on their local gradients without an error.
+        # NOTE: off by one here with --reduce_every_micro_batch false, and a step gets gradients of
+        # the step before it, without an error.
         model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
         # HSDP only: accumulate shards of gradients, and all-reduce them across rows once.
         model.set_requires_all_reduce(last)
@@ -533,7 +541,8 @@ def train_step(
         total_loss += loss.detach()
     dist.all_reduce(total_loss)
 
-    # The norm over the shards of all ranks: one all-reduce, so call it on every rank.
+    # Each rank sums the squares of its shards, and one all-reduce adds up the sums. So call it on
+    # every rank. If the norm exceeds --grad_clip, all gradients are scaled down to it.
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
     norm = norm.full_tensor()  # a plain tensor; it is on all ranks already
 
@@ -589,7 +598,7 @@ def learning_rate_at(step: int, config: Config) -> float:
     """Linear warm-up, then cosine decay to the minimum, which the last step reaches.
 
     With --decay_steps the rate stays at its peak until the decay (WSD, arXiv 2404.06395). So runs
-    of different lengths share their steps until the shorter one decays.
+    of different lengths have the same rates until the shorter one decays.
     """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps

@@ -122,22 +122,23 @@ DIMENSIONS = {
     "tensor": "each rank has a part of the same layers",
 }
 
-# How TP shards a block. Between layers, hidden states [sequences, length, hidden size] are DTensors
-# with Shard(1): each rank has a part of every sequence. Attention and feed-forward need full
+# How TP shards a block. In norms and residual additions, hidden states [sequences, length, hidden
+# size] are DTensors with Shard(1): each rank has a part of every sequence. Attention and
+# feed-forward need all tokens on each rank, because each rank has only a part of their weights.
+#
+# Column-wise shards the outputs of a linear layer, dimension 0 of its weight [outputs, inputs]: a
+# rank computes some of the attention heads, or a part of the feed-forward's width. Row-wise shards
+# the inputs, dimension 1. A row-wise layer after a column-wise one needs no communication in
+# between, because each rank already has the inputs for its weights. But each rank then has only one
+# summand of every output. A reduce-scatter adds them up and leaves each rank its part of the
 # sequences.
 #
-# Column-wise shards the outputs of a linear layer: a rank computes some of the heads, or a part of
-# the feed-forward's width. Row-wise shards the inputs. A row-wise layer after a column-wise one
-# needs no communication in between, because each rank already has the inputs for its weights. But
-# each rank then has only one summand of every output. A reduce-scatter adds them up and leaves each
-# rank its part of the sequences.
-#
-# Norms are not sharded. They are in the plan because their inputs are DTensors: each rank sees only
-# a part of the tokens, so DTensor all-reduces the gradients of their weights over the TP group.
+# Norms are not sharded. The plan makes their weights replicated DTensors. Each rank sees only some
+# of the tokens, so DTensor all-reduces the gradients of these weights over the TP group.
 #
 # NOTE: use_local_output=False keeps the hidden states DTensors, which know the full length. With
 # plain tensors, the decoder would take the length of this rank's part for the full length, and
-# bucketed batches would fail.
+# position ids of bucketed batches would not fit.
 BLOCK_PLAN = {
     "input_layernorm": tp.SequenceParallel(),
     "self_attn": tp.PrepareModuleInput(  # an all-gather
@@ -161,8 +162,9 @@ BLOCK_PLAN = {
     ),
 }
 
-# Embedding and head are sharded by vocabulary. Each rank looks up the tokens of its own shard, and
-# the reduce-scatter adds what the other ranks looked up.
+# Embedding and head are sharded by vocabulary, dimension 0 of their weights. (Of an embedding that
+# is row-wise: its inputs are token ids.) Each rank looks up the tokens of its own shard and gets
+# zeros for others. The reduce-scatter adds up what the ranks looked up.
 ROOT_PLAN = {
     "model.embed_tokens": tp.RowwiseParallel(  # a reduce-scatter
         input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
@@ -283,8 +285,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     """
     check_model(model, config)
     blocks = transformer_blocks(model)
-    # Both change what a block computes in its forward, which includes the hooks of TP on its
-    # layers. FSDP adds its hooks around that.
+    # Both wrap a block's forward. TP's hooks are on the layers inside, and FSDP's hooks run around.
+    # So a forward that is recomputed repeats TP's collectives, and not FSDP's.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
@@ -299,8 +301,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     if config.precision != "fp32":
         # Shards and optimizer state stay fp32. Parameters are cast to bf16 before they are
         # gathered, so blocks compute in bf16 and their full gradients are bf16. These are cast to
-        # fp32 before they are reduced. What the model itself computes in fp32, such as some rotary
-        # embeddings, stays fp32, because a block's inputs are not cast.
+        # fp32 before they are reduced. FSDP would also cast the inputs of each unit. Leave them,
+        # because some are fp32 for a reason, such as rotary embeddings.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -579,7 +581,8 @@ def train_step(
     scales = torch.full((len(micro_batches),), scale, device=device)
     # With TP, each rank has the logits of its shard of the vocabulary. loss_parallel computes the
     # loss from them with three small all-reduces: of the maxima, of the sums of exponentials, and
-    # of the targets' logits. NOTE: backward has to run inside of it too.
+    # of the targets' logits. NOTE: it replaces the backward of cross entropy as well, so backward
+    # has to run inside of it.
     with tp.loss_parallel():
         # FSDP's all-gathers. For each micro-batch sends and receives between stages, and in each
         # block TP's all-gathers, reduce-scatters and, for gradients of norms, all-reduces, and CP's
@@ -673,7 +676,7 @@ def learning_rate_at(step: int, config: Config) -> float:
     """Linear warm-up, then cosine decay to the minimum, which the last step reaches.
 
     With --decay_steps the rate stays at its peak until the decay (WSD, arXiv 2404.06395). So runs
-    of different lengths share their steps until the shorter one decays.
+    of different lengths have the same rates until the shorter one decays.
     """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps

@@ -142,7 +142,8 @@ def init_process_group(config: Config) -> torch.device:
         dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
     device = set_up_gpu(config)
-    # gloo beside NCCL handles tensors in CPU memory: Python objects and offloaded gradients.
+    # gloo beside NCCL communicates tensors in CPU memory: pickled Python objects and, with
+    # --cpu_offload, the norm of the gradients.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     return device
 
@@ -230,7 +231,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     """
     check_model(model, config)
     blocks = transformer_blocks(model)
-    # Both change what a block computes in its forward, and FSDP adds its hooks around that.
+    # Both wrap a block's forward, and FSDP's hooks run around it. So a forward that is recomputed
+    # uses the parameters that were gathered for backward.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
@@ -250,8 +252,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     if config.precision != "fp32":
         # Shards and optimizer state stay fp32. Parameters are cast to bf16 before they are
         # gathered, so blocks compute in bf16 and their full gradients are bf16. These are cast to
-        # fp32 before they are reduced. What the model itself computes in fp32, such as some rotary
-        # embeddings, stays fp32, because a block's inputs are not cast.
+        # fp32 before they are reduced. FSDP would also cast the inputs of each unit. Leave them,
+        # because some are fp32 for a reason, such as rotary embeddings.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -532,7 +534,7 @@ def learning_rate_at(step: int, config: Config) -> float:
     """Linear warm-up, then cosine decay to the minimum, which the last step reaches.
 
     With --decay_steps the rate stays at its peak until the decay (WSD, arXiv 2404.06395). So runs
-    of different lengths share their steps until the shorter one decays.
+    of different lengths have the same rates until the shorter one decays.
     """
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
