@@ -115,7 +115,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> Distr
         model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
     # Gradients are views of the buckets, so they need no memory beside these. Buffers are constants
     # here, such as rotary frequencies. By default rank 0 would broadcast them in every step.
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
 
 
 def train_step(
