@@ -396,7 +396,7 @@ def tokenize(
 
 
 def parse_row(row: dict, columns: list) -> dict:
-    """Return the columns of a row that are there, at least one. A line of JSON has its own types."""
+    """Return the columns of a row that are there. A line of JSON has its own types."""
     # A reader of whole columns would guess one type for all rows.
     if JSON in row:
         row = parse_json(row[JSON].removeprefix("\ufeff"))  # a byte order mark
