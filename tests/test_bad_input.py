@@ -80,7 +80,7 @@ FLAGS = [
     ({"activation_checkpointing": -0.5}, "--activation_checkpointing .*pattern"),
     ({"checkpoint_every": -1}, "--checkpoint_every .*greater than or equal to 0"),
     ({"peak_tflops": 0}, "--peak_tflops .*greater than 0"),
-    ({"flash_attention": "FA2"}, "--flash_attention: invalid choice: 'FA2'"),
+    ({"flash_attention": "FA2"}, "--flash_attention.*invalid choice: 'FA2'"),
     ({"flash_attention": "FA4", "precision": "bf16"}, "--flash_attention FA3 and FA4 need a GPU"),
     ({"dp_replicate": 3}, "--dp_replicate 3 does not divide"),
     ({"dp_replicate": 3}, "--dp_replicate 3 does not divide 2 ranks", MUON, 2),
