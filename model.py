@@ -266,10 +266,10 @@ def forward_with_loss(
     in_bf16 = head.weight.dtype != torch.float32 or torch.is_autocast_enabled(hidden.device.type)
     if in_bf16 and torch.is_grad_enabled():
         return LossOfChunks.apply(loss, hidden, labels, head.weight, head.bias)
-    total = torch.zeros((), device=hidden.device)
-    for chunk, targets in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS)):
-        total += checkpoint(loss, chunk, head.weight, head.bias, targets, use_reentrant=False)
-    return total
+    return sum(
+        checkpoint(loss, chunk, head.weight, head.bias, targets, use_reentrant=False)
+        for chunk, targets in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
+    )
 
 
 class LossOfChunks(torch.autograd.Function):
@@ -282,12 +282,12 @@ class LossOfChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, loss, hidden, labels, *head):
-        # Leaves of their own, in the same memory, keep the gradients in here.
+        # Leaves of their own, in the same memory: their gradients stay in here.
         head = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in head]
         for tensor in filter(torch.is_tensor, head):
             tensor.grad_dtype = torch.float32
         chunks = hidden.detach().split(CHUNK_TOKENS)
-        total = torch.zeros((), device=hidden.device)
+        total = 0
         for chunk, targets in zip(chunks, labels.split(CHUNK_TOKENS)):
             with torch.enable_grad():
                 chunk_total = loss(chunk.requires_grad_(), *head, targets)

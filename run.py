@@ -356,7 +356,7 @@ def advise_on_threads() -> None:
     """Say how many threads an optimizer on the CPU could use. torchrun sets one per rank."""
     # The hardware threads of a core have equal lists.
     files = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
-    cores = {file.read_text() for file in files}
+    cores = set(map(Path.read_text, files))
     threads = len(cores) // int(os.environ["LOCAL_WORLD_SIZE"])
     if threads > torch.get_num_threads():
         say(f"the optimizer runs on the CPU: export OMP_NUM_THREADS={threads} to use all cores")
@@ -378,10 +378,9 @@ def max_over_ranks(*values: float) -> list[float]:
 PEAK_TFLOPS = {
     "GB[23]00": 2500,
     "B[23]00": 2250,
-    "GH200": 990,
     "H[12]00 NVL": 835,
     "H100 PCIe": 756,
-    "H[12]00": 989,
+    "G?H[12]00": 989,
     "H20": 148,
     "A100": 312,
     "A30": 165,
@@ -440,7 +439,7 @@ class Run:
         self.printed = -math.inf  # when a step was printed last: never
         self.stop_signals = 0  # that this rank has received
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
-        self.peak_tflops = config.peak_tflops or peak_tflops(gpu)
+        self.peak = (config.peak_tflops or peak_tflops(gpu) or 0) * 1e12
 
         data = documents.data
         self.num_documents = np.count_nonzero(data["num_targets"])
@@ -583,7 +582,6 @@ class Run:
         per_token, per_target, per_square = self.flops
         flops = per_token * batch.num_tokens + per_target * batch.num_targets
         flops += per_square * batch.squared_lengths
-        tflops = flops / seconds / self.world_size / 1e12
         line = {
             "step": step,
             **measured,
@@ -591,7 +589,7 @@ class Run:
             "tokens_per_second": batch.num_tokens / seconds,
             "step_seconds": seconds,
             "data_seconds": data_seconds,
-            "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
+            "mfu": flops / seconds / self.world_size / self.peak if self.peak else None,
             "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
             # Each time the allocator found no room and had to return its cache to the driver.
             "allocator_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
@@ -620,7 +618,10 @@ class Run:
         say(f"step {step}: validation loss {loss:.4f}")
 
     def finish(
-        self, step: int, next_command: str, read: Callable[[Path, dict], None] | None = None
+        self,
+        step: int,
+        next_command: str,
+        read: Callable[[Path, dict], None] = common.read_checkpoint,
     ) -> None:
         """End the run: rank 0 writes hf/ and says what is next. `read` is that of `export`."""
         config, checkpoint = self.config, self.checkpoints.newest
@@ -633,7 +634,6 @@ class Run:
             )
         elif self.rank == 0:
             with refusing(f"cannot write {self.directory}/hf ({checkpoint} is complete)"):
-                read = read or common.read_checkpoint
                 common.export(checkpoint, self.directory / "hf", read=read)
             say(
                 f"files: {config.run_dir}/metrics.jsonl, and hf/ beside it for transformers\n"

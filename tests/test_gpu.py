@@ -230,7 +230,7 @@ def test_threads_use_the_gpu_of_their_rank(seen):
         ("NVIDIA H200", 989),
         ("NVIDIA H200 NVL", 835),
         ("NVIDIA H20", 148),
-        ("NVIDIA GH200 480GB", 990),
+        ("NVIDIA GH200 480GB", 989),
         ("NVIDIA GB200", 2500),
         ("NVIDIA B200", 2250),
         ("NVIDIA B300 SXM6 AC", 2250),

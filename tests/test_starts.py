@@ -285,7 +285,7 @@ def test_a_longer_run_cools_down_to_the_shorter_one(flags, tmp_path):
 def test_a_run_without_checkpoints(flags, complete, tmp_path):
     """It may start over, and a signal to stop ends it. With a peak, CPUs have an MFU."""
     own = {"run_dir": tmp_path / "run", "checkpoint_every": 0, "peak_tflops": 0.1}
-    stop = [{"call": "run.Run.log_step", "number": 2, "do": "terminate"}]
+    stop = [{"call": "run.Run.log_step", "do": "terminate"}]  # step 2 is the next one to notice
     for steps, faults in (4, []), (2, stop):
         done = launch(0, "fsdp2_pretrain", flags | own, faults)
         assert (done.returncode, done.stderr) == (0, "")
@@ -308,7 +308,7 @@ def test_a_run_without_checkpoints(flags, complete, tmp_path):
 def test_a_checkpoint_becomes_one_file_and_a_checkpoint_again(
     flags, complete, tmp_path, monkeypatch
 ):
-    """By the commands of docs/runs.md. The resumed run has the same losses."""
+    """By the commands of docs/checkpoints.md. The resumed run has the same losses."""
 
     def convert(*words: Path | str) -> None:
         monkeypatch.setattr(sys, "argv", ["format_utils", *map(str, words)])
