@@ -243,7 +243,8 @@ def forward_with_loss(
     """Replace the model's forward; returns the cross entropy summed over the target tokens.
 
     The logits of a whole micro-batch, [tokens, vocabulary], would be its largest tensor by far.
-    Computing them chunk by chunk, and again in backward, never holds more than one chunk.
+    Computing them chunk by chunk never holds more than one chunk. In fp32, backward computes them
+    again. In bf16, `LossOfChunks` computes their gradients at once.
 
     NOTE: the loss is inside the model's forward, because a sharded model has its full weights only
     there.
