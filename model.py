@@ -264,7 +264,7 @@ def forward_with_loss(
     head = self.get_output_embeddings()
     if len(labels) <= CHUNK_TOKENS:
         return loss(hidden, head.weight, head.bias, labels)
-    in_bf16 = head.weight.dtype != torch.float32 or torch.is_autocast_enabled(hidden.device.type)
+    in_bf16 = head.weight.dtype == torch.bfloat16 or torch.is_autocast_enabled(hidden.device.type)
     if in_bf16 and torch.is_grad_enabled():
         return LossOfChunks.apply(loss, hidden, labels, head.weight, head.bias)
     return sum(
