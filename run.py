@@ -46,8 +46,6 @@ from common import Refusal, differences, fingerprint, gather, lost_connection, r
 
 # --- Flags ----------------------------------------------------------------------------------------
 
-MODE_OR_FRACTION = r"^(none|full|selective|1(\.0*)?|0(\.\d*)?|\.\d+)$"
-
 
 def flag(default: Any, help: str) -> Any:
     """Declare a command-line flag: a dataclass field with a default and a help text."""
@@ -121,9 +119,9 @@ class Flags:
     precision: Literal["auto", "fp32", "bf16"] = flag(
         "auto", "compute precision. auto: bf16 on GPUs that have it, otherwise fp32"
     )
-    activation_checkpointing: Annotated[str, Field(pattern=MODE_OR_FRACTION)] = flag(
-        "none", "none, full, selective, or the fraction of the blocks that recompute, 0 to 1"
-    )
+    activation_checkpointing: Annotated[
+        str, Field(pattern=r"^(none|full|selective|1(\.0*)?|0(\.\d*)?|\.\d+)$")
+    ] = flag("none", "none, full, selective, or the fraction of the blocks that recompute, 0 to 1")
     compile: bool = flag(False, "compile each transformer block")
     flash_attention: Literal["torch", "FA3", "FA4"] = flag(
         "torch",
@@ -331,25 +329,24 @@ def set_up_gpu(config: Flags) -> torch.device:
     if config.precision == "fp32":
         # Use TF32 matmuls: several times faster, with 10 instead of 23 bits of mantissa.
         torch.set_float32_matmul_precision("high")
-    # cuDNN attention builds a plan for each new shape, which costs more than it saves unless
-    # padding keeps the number of shapes small.
-    torch.backends.cuda.enable_cudnn_sdp(config.pad_to_multiple_of > 1)
-    if config.flash_attention != "torch":
-        use_flash_attention(config.flash_attention)
+    # Use PyTorch's own attention kernels, or replace its FlashAttention 2, in SDPA and for packed
+    # batches.
+    version = config.flash_attention
+    if version != "torch":
+        major, minor = torch.cuda.get_device_capability()
+        if major not in {"FA3": [9], "FA4": [9, 10]}[version]:
+            refuse(
+                f"--flash_attention {version} does not run on compute capability {major}.{minor}"
+            )
+        with refusing(
+            f"--flash_attention {version} needs its package (FA4: pip install --pre flash-attn-4; "
+            "FA3: build the folder hopper/ of github.com/Dao-AILab/flash-attention)"
+        ):
+            torch.nn.attention.activate_flash_attention_impl(version)
+    # SDPA prefers cuDNN's attention. It builds a plan for each new shape, which costs more than it
+    # saves unless padding keeps the number of shapes small.
+    torch.backends.cuda.enable_cudnn_sdp(version == "torch" and config.pad_to_multiple_of > 1)
     return device
-
-
-def use_flash_attention(version: str) -> None:
-    """Replace PyTorch's FlashAttention 2, in SDPA and packed attention, by FA3 or FA4."""
-    major, minor = torch.cuda.get_device_capability()
-    if major not in {"FA3": [9], "FA4": [9, 10]}[version]:
-        refuse(f"--flash_attention {version} has no kernels for compute capability {major}.{minor}")
-    with refusing(
-        f"--flash_attention {version} needs its package (FA4: pip install --pre flash-attn-4; FA3: "
-        "build the folder hopper/ of github.com/Dao-AILab/flash-attention)"
-    ):
-        torch.nn.attention.activate_flash_attention_impl(version)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # SDPA would prefer it
 
 
 def advise_on_threads() -> None:

@@ -28,7 +28,7 @@ from shared import ROOT, Session
 
 import common
 from model import count_flops
-from run import peak_tflops, use_flash_attention
+from run import peak_tflops, set_up_gpu
 
 CUDA = torch.cuda.is_available()
 NAME = torch.cuda.get_device_name() if CUDA else "cpu"
@@ -97,7 +97,7 @@ def measure(what: str) -> dict[str, Any]:
     left = torch.cuda.memory_allocated() if CUDA else 0  # by the model of FSDP1
     script, config = script_and_config(what, ranks)
     if config.flash_attention != "torch":  # the last setting, so nothing has to be restored
-        use_flash_attention(config.flash_attention)
+        set_up_gpu(config)
     sequences = RandomSequences("ragged" in what, config.max_length)
     training = common.Batches(sequences, config, padding_id=0)
     model_config = shared.architecture(script, config, VOCABULARY)
