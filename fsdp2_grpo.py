@@ -535,7 +535,7 @@ def forward_with_log_probs(
     labels = labels.flatten()[target_positions]  # [targets]
     if len(labels) <= CHUNK_TOKENS:
         return log_probs(hidden, head.weight, head.bias, labels)
-    # In fp32, so that autograd sums the chunks' gradients in fp32.
+    # An fp32 copy, so that autograd sums the chunks' gradients in fp32.
     weight = head.weight.float()
     return torch.cat(
         [
