@@ -203,20 +203,24 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def from_tiktoken(encoding: tiktoken.Encoding) -> Tokenizer:
     """Return the transformers tokenizer that gives the same ids as a tiktoken encoding."""
-    converter = TikTokenConverter(
-        pattern=encoding._pat_str, extra_special_tokens=encoding._special_tokens
-    )
+    # NOTE: for tiktoken this is one to three digits, possessive. For `tokenizers` it would be any
+    # number of them.
+    pattern = encoding._pat_str.replace("{1,3}+", "{1,3}")
+    special = {i: token for token, i in encoding._special_tokens.items()}
+    converter = TikTokenConverter(pattern=pattern, extra_special_tokens=[*special.values()])
     converter.load_tiktoken_bpe = lambda _: encoding._mergeable_ranks  # there is no file to read
-    tokenizer = Tokenizer(
+    vocabulary, merges = converter.extract_vocab_merges_from_model("")
+    # Special tokens keep their ids, which may be anywhere. Ids without a token become unused ones.
+    for i in set(range(encoding.n_vocab)) - set(vocabulary.values()):
+        vocabulary[special.get(i, f"<|unused_{i}|>")] = i
+    converter.extract_vocab_merges_from_model = lambda _: (vocabulary, merges)
+    return Tokenizer(
         tokenizer_object=converter.converted(),
         eos_token="<|endoftext|>",
         clean_up_tokenization_spaces=False,
         split_special_tokens=True,  # as in training: spelled-out special tokens are text
         name_or_path=encoding.name,
     )
-    if tokenizer.eos_token_id != encoding.eot_token:
-        raise ValueError("it has gaps between its ids; use a Hugging Face tokenizer like it")
-    return tokenizer
 
 
 def vocabulary_size(tokenizer: Tokenizer) -> int:
@@ -307,7 +311,9 @@ def open_dataset(config: Any, corpora: dict) -> datasets.Dataset:
     ):
         known_suffixes = [suffix for suffix in Path(name).suffixes if suffix in READERS]
         if not known_suffixes:
-            return datasets.load_dataset(name, config.dataset_config, split=split)
+            return datasets.load_dataset(
+                name, config.dataset_config, split=split, revision=config.dataset_revision
+            )
         suffix = known_suffixes[-1]  # the last one counts: a.txt.jsonl.gz is JSON
         size = sum(map(os.path.getsize, glob.glob(name, recursive=True)))
         corpus = datasets.load_dataset(
@@ -394,7 +400,10 @@ def parse_row(row: dict, columns: list) -> dict:
     # A reader of whole columns would guess one type for all rows.
     if JSON in row:
         row = parse_json(row[JSON].removeprefix("\ufeff"))  # a byte order mark
-    return {name: row[name] for name in columns if isinstance(row, dict) and name in row}
+    found = {name: row[name] for name in columns if isinstance(row, dict) and name in row}
+    if not found:
+        raise LeftOut(f"have no column {' or '.join(columns[:4])}")
+    return found
 
 
 def parse_json(text: str) -> Any:
@@ -548,8 +557,8 @@ def train_validation_split(
     training, held_out = index[number:], index[:number]
     if not len(training):
         refuse(
-            "--dataset has fewer than two different documents with target tokens: see above "
-            "what is left out, and whether its columns have the names that this script reads"
+            "--dataset has fewer than two different documents with target tokens; the lines above "
+            "say which are left out, and why"
         )
     enough = 1 + np.searchsorted(held_out.lengths.cumsum(), validation_tokens)
     return Sequences(documents, training), Sequences(documents, held_out[:enough])
@@ -985,7 +994,7 @@ class Checkpoints:
                 before = json.loads((self.run_dir / "config.json").read_text())
                 lines = (self.run_dir / "metrics.jsonl").read_bytes().splitlines()
                 # While a checkpoint is written in the background, training may reach the next one.
-                lost = len(lines) > 2 * before["checkpoint_every"]
+                lost = len(lines) > 2 * before["checkpoint_every"] > 0
                 if lost or own or (self.run_dir / "hf").exists():
                     raise ValueError("use another --run_dir")
 

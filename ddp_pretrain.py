@@ -299,7 +299,8 @@ def main() -> partial | None:
         if step % config.eval_every == 0 or step == config.steps:
             loss = evaluate(model, validation, device)
             run.log_validation(step, loss, validation.bytes_per_target())
-        if step % config.checkpoint_every == 0 or step == config.steps or stopping:
+        last = step == config.steps or stopping
+        if config.checkpoint_every and (last or step % config.checkpoint_every == 0):
             position = {"step": step, "tokens": tokens, "metrics_bytes": run.metrics.tell()}
             checkpoints.save(model, optimizer, position)
     checkpoints.wait()

@@ -84,6 +84,7 @@ from model import (
 from run import (
     Flags,
     Run,
+    advise_on_threads,
     flag,
     launch,
     max_over_ranks,
@@ -148,7 +149,9 @@ class Config(Flags):
     eval_every: PositiveInt = flag(20, "steps between validations; one comes before the first step")
     eval_prompts: PositiveInt = flag(64, "held-out prompts of one validation, over all ranks")
     eval_answers: PositiveInt = flag(4, "answers to each held-out prompt")
-    checkpoint_every: PositiveInt = flag(20, "steps between checkpoints; the last step saves too")
+    checkpoint_every: NonNegativeInt = flag(
+        20, "steps between checkpoints; the last step saves too. 0: no checkpoints and no hf/"
+    )
     # These are no flags here: prompts and answers set the size of a step and of a validation.
     global_batch_tokens: int = field(default=0, init=False)
     eval_tokens: int = field(default=0, init=False)
@@ -540,9 +543,11 @@ def forward_with_log_probs(
     labels = labels.flatten()[target_positions]  # [targets]
     if len(labels) <= CHUNK_TOKENS:
         return log_probs(hidden, head.weight, head.bias, labels)
+    # An fp32 copy, so that autograd sums the chunks' gradients in fp32.
+    weight = head.weight.float()
     return torch.cat(
         [
-            checkpoint(log_probs, chunk, head.weight, head.bias, targets, use_reentrant=False)
+            checkpoint(log_probs, chunk, weight, head.bias, targets, use_reentrant=False)
             for chunk, targets in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
         ]
     )
@@ -552,7 +557,7 @@ def chunk_log_probs(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
 ) -> torch.Tensor:
     """Return the log-probabilities of the labels, computed in fp32."""
-    logits = nn.functional.linear(hidden, weight, bias)  # [chunk, vocabulary]
+    logits = nn.functional.linear(hidden, weight.to(hidden.dtype), bias)  # [chunk, vocabulary]
     return -nn.functional.cross_entropy(logits.float(), labels, reduction="none")
 
 
@@ -966,6 +971,8 @@ def main() -> partial | None:
         common.load_weights(reference, config.init_from)
     mesh = f"{config.dp_replicate} x {ranks // config.dp_replicate} shards"
     work = f"{config.prompts} prompts x {config.answers} answers per step, temperature 1"
+    if config.cpu_offload:
+        advise_on_threads()
     run.begin(checkpoints, progress, mesh, work=work)
     # Children that `reward` forks have to die of a signal that stops the run.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -990,7 +997,8 @@ def main() -> partial | None:
         run.log_step(step, batch, started, 0.0, aim="reward", tokens=tokens, **sampled, **measured)
         if step % config.eval_every == 0 or step == config.steps:
             evaluate(model, validation, step, run)
-        if step % config.checkpoint_every == 0 or step == config.steps or stopping:
+        last = step == config.steps or stopping
+        if config.checkpoint_every and (last or step % config.checkpoint_every == 0):
             position = {"step": step, "tokens": tokens, "metrics_bytes": run.metrics.tell()}
             checkpoints.save(model, optimizer, position)
     checkpoints.wait()

@@ -74,6 +74,7 @@ from model import (
 from run import (
     Flags,
     Run,
+    advise_on_threads,
     flag,
     launch,
     max_over_ranks,
@@ -710,6 +711,8 @@ def main() -> partial | None:
     if checkpoint:
         common.load_checkpoint(checkpoint, adapters, optimizer)
     mesh = f"{config.dp_replicate} x {ranks // config.dp_replicate} shards"
+    if config.cpu_offload:
+        advise_on_threads()
     run.begin(checkpoints, progress, mesh, accumulation)
     if rank == 0:
         shutil.rmtree(run.directory / "adapter", ignore_errors=True)  # of fewer steps
@@ -731,13 +734,14 @@ def main() -> partial | None:
         if step % config.eval_every == 0 or step == config.steps:
             loss = evaluate(model, validation, device)
             run.log_validation(step, loss, validation.bytes_per_target())
-        if step % config.checkpoint_every == 0 or step == config.steps or stopping:
+        last = step == config.steps or stopping
+        if config.checkpoint_every and (last or step % config.checkpoint_every == 0):
             position = {"step": step, "tokens": tokens, "metrics_bytes": run.metrics.tell()}
             checkpoints.save(adapters, optimizer, position)
     checkpoints.wait()
     # One all-gather for each adapter. They are files of the run, and merged into hf/.
     trained = {name: p.full_tensor().detach().cpu() for name, p in adapters.named_parameters()}
-    if rank == 0 and step >= config.steps:
+    if rank == 0 and step >= config.steps and config.checkpoint_every:
         write_adapter(run, trained)
     read = partial(read_merged, config, trained)
     # `launch` calls it once the model is gone and the ranks have left the process group.

@@ -77,6 +77,7 @@ from model import (
 from run import (
     Flags,
     Run,
+    advise_on_threads,
     default_learning_rate,
     flag,
     launch,
@@ -586,6 +587,8 @@ def main() -> partial | None:
     elif config.init_from:
         common.load_weights(model, config.init_from)
     mesh = f"{stages} stages x {replicas} x {dp_size // replicas} shards"
+    if config.cpu_offload:
+        advise_on_threads()
     run.begin(checkpoints, progress, mesh, accumulation)
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
@@ -605,7 +608,8 @@ def main() -> partial | None:
         if step % config.eval_every == 0 or step == config.steps:
             loss = evaluate(model, validation, config, device)
             run.log_validation(step, loss, validation.bytes_per_target())
-        if step % config.checkpoint_every == 0 or step == config.steps or stopping:
+        last = step == config.steps or stopping
+        if config.checkpoint_every and (last or step % config.checkpoint_every == 0):
             position = {"step": step, "tokens": tokens, "metrics_bytes": run.metrics.tell()}
             checkpoints.save(model, optimizer, position)
     checkpoints.wait()

@@ -243,7 +243,8 @@ def forward_with_loss(
     """Replace the model's forward; returns the cross entropy summed over the target tokens.
 
     The logits of a whole micro-batch, [tokens, vocabulary], would be its largest tensor by far.
-    Computing them chunk by chunk, and again in backward, never holds more than one chunk.
+    Computing them chunk by chunk never holds more than one chunk. In fp32, backward computes them
+    again. In bf16, `LossOfChunks` computes their gradients at once.
 
     NOTE: the loss is inside the model's forward, because a sharded model has its full weights only
     there.
@@ -263,10 +264,44 @@ def forward_with_loss(
     head = self.get_output_embeddings()
     if len(labels) <= CHUNK_TOKENS:
         return loss(hidden, head.weight, head.bias, labels)
-    total = torch.zeros((), device=hidden.device)
-    for chunk, targets in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS)):
-        total += checkpoint(loss, chunk, head.weight, head.bias, targets, use_reentrant=False)
-    return total
+    in_bf16 = head.weight.dtype == torch.bfloat16 or torch.is_autocast_enabled(hidden.device.type)
+    if in_bf16 and torch.is_grad_enabled():
+        return LossOfChunks.apply(loss, hidden, labels, head.weight, head.bias)
+    return sum(
+        checkpoint(loss, chunk, head.weight, head.bias, targets, use_reentrant=False)
+        for chunk, targets in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
+    )
+
+
+class LossOfChunks(torch.autograd.Function):
+    """The sum of `loss` over chunks, with the head's gradient summed in fp32.
+
+    autograd would sum the chunks' gradients of a bf16 head in bf16: 0.4 % off with 8 chunks. Here
+    each chunk's backward runs while its logits exist, so that they are computed only once. From
+    this forward to its backward, the head's gradient takes 4 bytes per element.
+    """
+
+    @staticmethod
+    def forward(ctx, loss, hidden, labels, *head):
+        # Leaves of their own, in the same memory: their gradients stay in here.
+        head = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in head]
+        for tensor in filter(torch.is_tensor, head):
+            tensor.grad_dtype = torch.float32
+        chunks = hidden.detach().split(CHUNK_TOKENS)
+        total = 0
+        for chunk, targets in zip(chunks, labels.split(CHUNK_TOKENS)):
+            with torch.enable_grad():
+                chunk_total = loss(chunk.requires_grad_(), *head, targets)
+            chunk_total.backward()
+            total += chunk_total.detach()
+        of_hidden = torch.cat([chunk.grad for chunk in chunks])
+        ctx.save_for_backward(of_hidden, *(t if t is None else t.grad for t in head))
+        return total
+
+    @staticmethod
+    def backward(ctx, scale):
+        of_hidden, *of_head = (g if g is None else g * scale for g in ctx.saved_tensors)
+        return None, of_hidden, None, *of_head  # autograd casts them to the dtype of the head
 
 
 def chunk_loss(

@@ -73,6 +73,7 @@ class Flags:
         "stdlib", "stdlib, a hub id, or a .parquet .jsonl .json .txt file, glob or URL"
     )
     dataset_config: str | None = flag(None, "configuration name of a hub dataset")
+    dataset_revision: str | None = flag(None, "commit, tag or branch of a hub dataset")
     dataset_split: str = flag("train", "split, as in datasets.load_dataset")
     max_length: PositiveInt = flag(512, "longest sequence in tokens; longer documents are split")
     pad_to_multiple_of: PositiveInt = flag(1, "round sequence lengths up to a multiple of this")
@@ -118,13 +119,20 @@ class Flags:
     precision: Literal["auto", "fp32", "bf16"] = flag(
         "auto", "compute precision. auto: bf16 on GPUs that have it, otherwise fp32"
     )
-    activation_checkpointing: Annotated[str, Field(pattern=r"^(none|full|selective|0?\.\d+)$")] = (
-        flag("none", "none, full, selective, or a fraction of the blocks such as 0.5")
-    )
+    activation_checkpointing: Annotated[
+        str, Field(pattern=r"^(none|full|selective|1(\.0*)?|0(\.\d*)?|\.\d+)$")
+    ] = flag("none", "none, full, selective, or the fraction of the blocks that recompute, 0 to 1")
     compile: bool = flag(False, "compile each transformer block")
+    flash_attention: Literal["torch", "FA3", "FA4"] = flag(
+        "torch",
+        "attention kernels. torch: those that PyTorch ships. FA3, FA4: those of the flash-attn "
+        "packages (bf16 on Hopper; FA4 also on data-center Blackwell)",
+    )
 
     # checkpoints
-    checkpoint_every: PositiveInt = flag(100, "steps between checkpoints; the last step saves too")
+    checkpoint_every: NonNegativeInt = flag(
+        100, "steps between checkpoints; the last step saves too. 0: no checkpoints and no hf/"
+    )
     keep_checkpoints: PositiveInt = flag(2, "how many of the newest checkpoints to keep")
     checkpoint_style: Literal["stateful", "separate"] = flag(
         "separate",
@@ -139,6 +147,9 @@ class Flags:
     # the run
     run_dir: str = flag(f"runs/{Path(sys.argv[0]).stem}", "directory for everything a run writes")
     timeout_minutes: PositiveFloat = flag(10.0, "longest wait for another rank, in minutes")
+    peak_tflops: PositiveFloat | None = flag(
+        None, "dense peak of one GPU in TFLOP/s, for the MFU; default: from a table, by its name"
+    )
     trace_steps: list[PositiveInt] | None = flag(None, "first and last step to profile")
     wandb_project: str | None = flag(None, "also log to this Weights & Biases project")
 
@@ -146,10 +157,12 @@ class Flags:
         multiple = self.pad_to_multiple_of
         if math.ceil(self.max_length / multiple) * multiple > self.micro_batch_tokens:
             raise ValueError("--micro_batch_tokens cannot hold a padded sequence of --max_length")
+        on_gpu = torch.cuda.is_available()
         if self.precision == "auto":
             # GPUs before Ampere only emulate bf16.
-            bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
-            self.precision = "bf16" if bf16 else "fp32"
+            self.precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported(False) else "fp32"
+        if self.flash_attention != "torch" and (self.precision == "fp32" or not on_gpu):
+            raise ValueError("--flash_attention FA3 and FA4 need a GPU and --precision bf16")
 
 
 def parse_config(config_class: type) -> Any:
@@ -267,6 +280,12 @@ def report(error: BaseException) -> None:
             f"rank {os.environ['RANK']} lost another rank, or waited for it longer than "
             f"--timeout_minutes: {error!r:.400}"
         )
+    elif isinstance(error, torch.OutOfMemoryError):
+        message += (
+            "error: out of GPU memory. In the order of what they cost: smaller "
+            "--micro_batch_tokens, --activation_checkpointing selective, then full, more ranks "
+            "that shard the model, --cpu_offload true"
+        )
     # torchrun kills every rank as soon as one exits, so the rank with the root cause prints first
     # and the others wait five seconds.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -301,17 +320,43 @@ def set_up_gpu(config: Flags) -> torch.device:
     """Choose the GPU of this rank, and how it computes; returns the device."""
     ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
     if ranks > gpus:
-        advice = f'--nproc-per-node={gpus}, or CUDA_VISIBLE_DEVICES="" to train on CPUs'
-        refuse(f"{ranks} ranks cannot share {gpus} GPUs: use {advice}")
+        refuse(
+            f"{ranks} ranks cannot share {gpus} GPUs: use --nproc-per-node={gpus}, or "
+            'CUDA_VISIBLE_DEVICES="" to train on CPUs'
+        )
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     if config.precision == "fp32":
         # Use TF32 matmuls: several times faster, with 10 instead of 23 bits of mantissa.
         torch.set_float32_matmul_precision("high")
-    # cuDNN attention builds a plan for each new shape, which costs more than it saves unless
-    # padding keeps the number of shapes small.
-    torch.backends.cuda.enable_cudnn_sdp(config.pad_to_multiple_of > 1)
+    # Use PyTorch's own attention kernels, or replace its FlashAttention 2, in SDPA and for packed
+    # batches.
+    version = config.flash_attention
+    if version != "torch":
+        major, minor = torch.cuda.get_device_capability()
+        if major not in {"FA3": [9], "FA4": [9, 10]}[version]:
+            refuse(
+                f"--flash_attention {version} does not run on compute capability {major}.{minor}"
+            )
+        with refusing(
+            f"--flash_attention {version} needs its package (FA4: pip install --pre flash-attn-4; "
+            "FA3: build the folder hopper/ of github.com/Dao-AILab/flash-attention)"
+        ):
+            torch.nn.attention.activate_flash_attention_impl(version)
+    # SDPA prefers cuDNN's attention. It builds a plan for each new shape, which costs more than it
+    # saves unless padding keeps the number of shapes small.
+    torch.backends.cuda.enable_cudnn_sdp(version == "torch" and config.pad_to_multiple_of > 1)
     return device
+
+
+def advise_on_threads() -> None:
+    """Say how many threads an optimizer on the CPU could use. torchrun sets one per rank."""
+    # The hardware threads of a core have equal lists.
+    files = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
+    cores = set(map(Path.read_text, files))
+    threads = len(cores) // int(os.environ["LOCAL_WORLD_SIZE"])
+    if threads > torch.get_num_threads():
+        say(f"the optimizer runs on the CPU: export OMP_NUM_THREADS={threads} to use all cores")
 
 
 def max_over_ranks(*values: float) -> list[float]:
@@ -323,22 +368,38 @@ def max_over_ranks(*values: float) -> list[float]:
 
 # --- A run: its directory, metrics and progress ---------------------------------------------------
 
-# Dense bf16 FLOP/s from the makers' data sheets (half of what they quote with sparsity), by a
-# pattern of a GPU's name. The first one that fits counts.
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H100 NVL": 835e12,
-    "H100 PCIe": 756e12,
-    "H[12]00": 989e12,
-    "A100": 312e12,
-    "L40S": 362e12,
-    "RTX 4090$": 165e12,
+# Dense bf16 TFLOP/s with fp32 accumulation, by a pattern of a GPU's name. The first one counts.
+# From NVIDIA's data sheets (which quote twice as much, with sparsity), for GeForce from its white
+# papers on GA102, Ada and RTX Blackwell, for the A10G from AWS. GeForce cards run bf16 at half the
+# rate of fp16 with fp16 accumulation, which advertisements quote. V100s have no bf16.
+PEAK_TFLOPS = {
+    "GB[23]00": 2500,
+    "B[23]00": 2250,
+    "H[12]00 NVL": 835,
+    "H100 PCIe": 756,
+    "G?H[12]00": 989,
+    "H20": 148,
+    "A100": 312,
+    "A30": 165,
+    "A40": 150,
+    "A10G": 70,
+    "A10": 125,
+    "L40S": 362,
+    "L40": 181,
+    "L4": 121,
+    "RTX PRO 6000": 504,
+    "RTX 6000 Ada": 364,
+    "RTX A6000": 155,
+    "RTX A5000": 111,
+    "RTX 5090$": 210,
+    "RTX 4090$": 165,
+    "RTX 3090$": 71,
 }
 
 
-def peak_flops(name: str) -> float | None:
+def peak_tflops(name: str) -> float | None:
     """Return the peak of a GPU by its CUDA name, None if it is not known."""
-    return next((PEAK_FLOPS[key] for key in PEAK_FLOPS if re.search(rf"\b{key}\b", name)), None)
+    return next((PEAK_TFLOPS[key] for key in PEAK_TFLOPS if re.search(rf"\b{key}\b", name)), None)
 
 
 class Run:
@@ -374,9 +435,8 @@ class Run:
         self.metrics = open(os.devnull, "ab", buffering=0)  # rank 0 opens another file in `begin`
         self.printed = -math.inf  # when a step was printed last: never
         self.stop_signals = 0  # that this rank has received
-        self.peak = None
-        if device.type == "cuda":
-            self.peak = peak_flops(torch.cuda.get_device_name(device))
+        gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
+        self.peak = (config.peak_tflops or peak_tflops(gpu) or 0) * 1e12
 
         data = documents.data
         self.num_documents = np.count_nonzero(data["num_targets"])
@@ -528,6 +588,8 @@ class Run:
             "data_seconds": data_seconds,
             "mfu": flops / seconds / self.world_size / self.peak if self.peak else None,
             "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
+            # Each time the allocator found no room and had to return its cache to the driver.
+            "allocator_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
         }
         self.log(line)
         self.trace(step)
@@ -553,18 +615,22 @@ class Run:
         say(f"step {step}: validation loss {loss:.4f}")
 
     def finish(
-        self, step: int, next_command: str, read: Callable[[Path, dict], None] | None = None
+        self,
+        step: int,
+        next_command: str,
+        read: Callable[[Path, dict], None] = common.read_checkpoint,
     ) -> None:
         """End the run: rank 0 writes hf/ and says what is next. `read` is that of `export`."""
         config, checkpoint = self.config, self.checkpoints.newest
-        if step < config.steps:
+        if config.checkpoint_every == 0:
+            say(f"ended after step {step}; no checkpoint and no hf/ (--checkpoint_every 0)")
+        elif step < config.steps:
             say(
                 f"stopped after step {step}, saved in {checkpoint}; "
                 "rerun the same command with --resume auto to continue"
             )
         elif self.rank == 0:
             with refusing(f"cannot write {self.directory}/hf ({checkpoint} is complete)"):
-                read = read or common.read_checkpoint
                 common.export(checkpoint, self.directory / "hf", read=read)
             say(
                 f"files: {config.run_dir}/metrics.jsonl, and hf/ beside it for transformers\n"

@@ -28,11 +28,11 @@ from shared import ROOT, Session
 
 import common
 from model import count_flops
-from run import peak_flops
+from run import peak_tflops, set_up_gpu
 
 CUDA = torch.cuda.is_available()
 NAME = torch.cuda.get_device_name() if CUDA else "cpu"
-PEAK = peak_flops(NAME)
+PEAK = (peak_tflops(NAME) or 0) * 1e12
 VOCABULARY = 50257 if CUDA else 256
 WARM, STEPS = (6, 10) if CUDA else (2, 2)
 BASE: dict[str, Any] = {
@@ -55,6 +55,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {
     "FSDP2, one sequence": ("fsdp2", ONE_SEQUENCE),
     "FSDP2, one sequence, CP of 2": ("fsdp2_cp", ONE_SEQUENCE | {"context_parallel": 2}),
 }
+if CUDA:  # needs pip install --pre flash-attn-4
+    SETTINGS["FSDP2, one sequence, FlashAttention 4"] = (
+        "fsdp2", ONE_SEQUENCE | {"flash_attention": "FA4"}
+    )  # fmt: skip
 
 
 class RandomSequences:
@@ -92,6 +96,8 @@ def measure(what: str) -> dict[str, Any]:
     ranks = dist.get_world_size()
     left = torch.cuda.memory_allocated() if CUDA else 0  # by the model of FSDP1
     script, config = script_and_config(what, ranks)
+    if config.flash_attention != "torch":  # the last setting, so nothing has to be restored
+        set_up_gpu(config)
     sequences = RandomSequences("ragged" in what, config.max_length)
     training = common.Batches(sequences, config, padding_id=0)
     model_config = shared.architecture(script, config, VOCABULARY)

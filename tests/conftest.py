@@ -108,6 +108,7 @@ def data_config(**changes) -> SimpleNamespace:
         "tokenizer": "bytes",
         "dataset": "stdlib",
         "dataset_config": None,
+        "dataset_revision": None,
         "dataset_split": "train",
         "batching": "bucketed",
         "max_length": 512,

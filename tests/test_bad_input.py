@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import (
     HANGS,
     ROOT,
@@ -34,7 +35,7 @@ from transformers import (
 
 import common
 import fsdp2_cp_pretrain
-from model import BUCKETED_TYPES
+from model import BUCKETED_TYPES, checkpoint_activations
 from run import parse_config
 
 BASE = {**SMALL, "steps": 2, "eval_every": 2}
@@ -76,6 +77,11 @@ FLAGS = [
     ({"seed": -1}, "--seed .*greater than or equal to 0"),
     ({"activation_checkpointing": 1.5}, "--activation_checkpointing .*pattern"),
     ({"activation_checkpointing": "half"}, "none.full.selective"),
+    ({"activation_checkpointing": -0.5}, "--activation_checkpointing .*pattern"),
+    ({"checkpoint_every": -1}, "--checkpoint_every .*greater than or equal to 0"),
+    ({"peak_tflops": 0}, "--peak_tflops .*greater than 0"),
+    ({"flash_attention": "FA2"}, "--flash_attention.*invalid choice: 'FA2'"),
+    ({"flash_attention": "FA4", "precision": "bf16"}, "--flash_attention FA3 and FA4 need a GPU"),
     ({"dp_replicate": 3}, "--dp_replicate 3 does not divide"),
     ({"dp_replicate": 3}, "--dp_replicate 3 does not divide 2 ranks", MUON, 2),
     ({"init_from": "no/where"}, "--init_from no/where has no .* here, and is not on the hub"),
@@ -165,10 +171,10 @@ CASES = {
     "numbers": ({"dataset": "FOLDER/numbers.jsonl"}, "fewer than two different documents"),
     "broken json": ({"dataset": "FOLDER/broken.jsonl"}, "fewer than two different documents"),
     "broken parquet": ({"dataset": "FOLDER/broken.parquet"}, "cannot be read"),
-    "missing column": ({"text_column": "body"}, "fewer than two .*whether its columns have"),
-    "no conversations": ({"script": "fsdp2_sft"}, "fewer than two .*its columns have"),
+    "missing column": ({"text_column": "body"}, "fewer than two different documents"),
+    "no conversations": ({"script": "fsdp2_sft"}, "fewer than two different documents"),
     "no chat template": (PROMPTS | {"script": GRPO}, "fine-tune the model with fsdp2_sft.py first"),
-    "no prompts": (CHAT, "fewer than two .*its columns have"),
+    "no prompts": (CHAT, "fewer than two different documents"),
     "more than all prompts": (
         CHAT | {"dataset": "FOLDER/prompts.jsonl", "prompts": 9},
         "--prompts 9 exceeds the 8 training prompts",
@@ -303,6 +309,14 @@ def test_bad_input_is_one_line_and_exit_code_2(commands, name, monkeypatch, tmp_
     [line] = done.stderr.splitlines()
     assert line.startswith("error: ")
     assert re.search(CASES[name][1], line), line
+
+
+@pytest.mark.parametrize("fraction, recomputed", [("0", 0), ("0.5", 2), (".25", 1), ("1.0", 4)])
+def test_any_fraction_of_the_blocks_recomputes(fraction, recomputed):
+    config = MODULES["fsdp2_pretrain"].Config(activation_checkpointing=fraction)
+    blocks = torch.nn.ModuleList(torch.nn.Identity() for _ in range(4))
+    checkpoint_activations(blocks, config.activation_checkpointing)
+    assert sum("forward" in vars(block) for block in blocks) == recomputed
 
 
 def test_ranks_that_srun_starts_without_torchrun_are_refused(monkeypatch):

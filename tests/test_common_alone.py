@@ -22,6 +22,7 @@ import common
 config = SimpleNamespace(
     dataset="documents.jsonl",
     dataset_config=None,
+    dataset_revision=None,
     dataset_split="train",
     max_length=64,
     micro_batch_tokens=256,

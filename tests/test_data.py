@@ -137,16 +137,6 @@ def test_tokenizer_and_its_export_give_the_ids_of_tiktoken(name, request, tmp_pa
         assert (len(tokenizer), tokenizer.eos_token_id) == (oracle.n_vocab, oracle.eot_token)
 
 
-@pytest.mark.parametrize("ids, end", [([257], 256), ([256], 258)])
-def test_an_encoding_with_a_gap_between_its_ids_is_refused(ids, end, monkeypatch):
-    """The end token of p50k_base is between the other ids; cl100k_base lacks an id before it."""
-    ranks = {bytes([value]): value for value in range(256)} | {b"ab": ids[0]}
-    special = {"<|endoftext|>": end}
-    gap = tiktoken.Encoding("x", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special)
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: gap)
-    assert "gaps between its ids; use" in refused(common.load_tokenizer, "p50k_base")
-
-
 def test_tokenizers_that_truncate_or_lack_an_end_token(tmp_path):
     """Truncation and padding that a trainer left on are turned off."""
     tokenizer = copy.deepcopy(common.load_tokenizer("bytes"))
@@ -323,6 +313,16 @@ def test_documents_without_text_are_left_out_and_counted(tmp_path, capsys):
     path.write_text("".join(json.dumps({"text": n}) + "\n" for n in range(5)))
     line = refused(split, load(path))
     assert "fewer than two different documents" in line
+    path.write_text("".join(json.dumps({"body": text}) + "\n" for text in "abcde"))
+    load(path)
+    assert "5 documents are left out, because they have no column text" in capsys.readouterr().out
+
+
+def test_a_hub_dataset_may_pin_a_revision(monkeypatch):
+    asked = {}
+    monkeypatch.setattr("datasets.load_dataset", lambda name, *_, **more: asked.update(more))
+    common.open_dataset(data_config(dataset="a/b", dataset_revision="v1.0"), {})
+    assert asked["revision"] == "v1.0"
 
 
 def test_s3(texts, monkeypatch):

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 import common
 import fsdp2_cp_pretrain
 from model import BUCKETED_TYPES, count_flops, use_float8
-from run import peak_flops
+from run import Flags, advise_on_threads, peak_tflops, report, set_up_gpu
 
 sys.path.insert(0, str(ROOT / "bench"))
 import gpu  # noqa: E402
@@ -223,25 +224,134 @@ def test_threads_use_the_gpu_of_their_rank(seen):
 @pytest.mark.parametrize(
     "name, peak",
     [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 NVL", 835e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA GB200", None),
-        ("NVIDIA B200", 2250e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA L40", None),
-        ("NVIDIA L4", None),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA H20", 148),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA B300 SXM6 AC", 2250),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10", 125),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA A30", 165),
+        ("NVIDIA A40", 150),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L4", 121),
+        ("NVIDIA RTX A5000", 111),
+        ("NVIDIA RTX A6000", 155),
         ("NVIDIA RTX A1000", None),
-        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA RTX 6000 Ada Generation", 364),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 504),
+        ("NVIDIA GeForce RTX 3090", 71),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4090", 165),
         ("NVIDIA GeForce RTX 4090 D", None),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 5090", 210),
+        ("Tesla V100-SXM2-16GB", None),
         ("Tesla T4", None),
+        ("none", None),
     ],
 )
 def test_a_peak_belongs_to_the_full_name_of_a_gpu(name, peak):
-    assert peak_flops(name) == peak
+    assert peak_tflops(name) == peak
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    """Return a function that says which compute capability the only GPU has."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+
+    def pretend(major: int, minor: int) -> None:
+        for name, value in [
+            ("is_available", True), ("device_count", 1), ("set_device", None),
+            ("is_bf16_supported", True), ("get_device_capability", (major, minor)),
+        ]:  # fmt: skip
+            monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+
+    yield pretend
+    torch.backends.cuda.enable_cudnn_sdp(cudnn)
+
+
+def test_flash_attention_says_what_it_needs(one_gpu):
+    one_gpu(9, 0)
+    with pytest.raises(ValueError, match="need a GPU and --precision bf16"):
+        Flags(flash_attention="FA4", precision="fp32")
+    for capability, version in [((8, 9), "FA4"), ((12, 0), "FA4"), ((10, 0), "FA3")]:
+        one_gpu(*capability)
+        numbers = "{}.{}".format(*capability)
+        with pytest.raises(common.Refusal, match=f"not run on compute capability {numbers}"):
+            set_up_gpu(Flags(flash_attention=version))
+    for capability, version in [((9, 0), "FA3"), ((10, 3), "FA4")]:
+        one_gpu(*capability)
+        with pytest.raises(common.Refusal, match="FA4: pip install --pre flash-attn-4.*No module"):
+            set_up_gpu(Flags(flash_attention=version))
+
+
+def test_flash_attention_comes_before_cudnn(one_gpu, monkeypatch):
+    """Which SDPA would choose otherwise, with padded lengths, so that the flag did nothing."""
+    one_gpu(9, 0)
+    chosen = []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", chosen.append)
+    for version, expected in [("torch", []), ("FA4", ["FA4"])]:
+        set_up_gpu(Flags(flash_attention=version, pad_to_multiple_of=64))
+        assert torch.backends.cuda.cudnn_sdp_enabled() == (version == "torch")
+        assert chosen == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_flash_attention_4_has_the_losses_of_torchs(tmp_path):
+    pytest.importorskip("flash_attn.cute.interface")
+    losses = []
+    for version in ("torch", "FA4"):
+        for batching in ("bucketed", "packed"):
+            words = ["--steps", "3", "--eval_tokens", "2000", "--batching", batching]
+            words += ["--flash_attention", version, "--run_dir", str(tmp_path / version / batching)]
+            command = [sys.executable, "fsdp2_pretrain.py", *words]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            lines = (tmp_path / version / batching / "metrics.jsonl").open()
+            losses += [x["loss"] for x in map(json.loads, lines) if "loss" in x]
+    assert losses[:6] == pytest.approx(losses[6:], rel=2e-3)
+
+
+def test_a_gpu_without_memory_ends_with_advice(monkeypatch, capsys):
+    """In one line after the traceback."""
+    monkeypatch.setattr("run.get_error_handler", lambda: SimpleNamespace(record_exception=id))
+    try:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    except torch.OutOfMemoryError as error:
+        report(error)
+    first, *_, message, advice = capsys.readouterr().err.splitlines()
+    assert first.startswith("Traceback") and "Tried to allocate" in message
+    flags = ["--micro_batch_tokens", "--activation_checkpointing selective", "--cpu_offload true"]
+    places = [advice.index(flag) for flag in flags]
+    assert advice.startswith("error: out of GPU memory") and places == sorted(places)
+
+
+def test_an_offloaded_optimizer_is_told_its_threads(monkeypatch, capsys):
+    """All physical cores of the machine, divided by its ranks. Every script with the flag asks."""
+    cores = {
+        (file.parent / "physical_package_id").read_text() + file.read_text()
+        for file in Path("/sys/devices/system/cpu").glob("cpu*/topology/core_id")
+    }
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 0)
+    for ranks in (1, len(cores), 2 * len(cores)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        advise_on_threads()
+    expected = [f"OMP_NUM_THREADS={len(cores)} ", "OMP_NUM_THREADS=1 "]
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 and all(word in line for word, line in zip(expected, said))
+    for script in ROOT.glob("*_*.py"):
+        text = script.read_text()
+        assert ("    cpu_offload: bool" in text) == ("        advise_on_threads()\n" in text)
 
 
 def check_flops(model_type: str) -> int:

@@ -547,6 +547,13 @@ def test_files_of_a_run(finished, bases):
     assert all("lora_" in key for key in keys) and len(keys) == 4 * len(adapters)
 
 
+def test_a_run_without_checkpoints_writes_no_adapters(bases, conversations, tmp_path):
+    flags = {**TUNED, "dataset": conversations, "init_from": bases / "tied", "steps": 1}
+    said = tune(flags | {"checkpoint_every": 0, "run_dir": tmp_path}, ranks=1)
+    assert said.endswith("after step 1; no checkpoint and no hf/ (--checkpoint_every 0)\n")
+    assert not [*tmp_path.glob("*/")]
+
+
 def test_a_run_resumes_to_the_last_bit(finished, bases, conversations, tmp_path):
     """It is killed, or its checkpoint goes on in another directory. The base must be the same."""
     whole = finished("nf4", "untied")

@@ -64,6 +64,7 @@ EXPECTED = {
     "bf16": ("fp32", None, 5e-2),
     "zero1_bf16": ("fp32", None, 5e-2),
     "ring_bf16": ("fp32", None, 5e-2),
+    "zero_bubble_bf16": ("fp32", None, 5e-2),
     "recomputed_bf16": ("fp32", None, 5e-2),
     "reduce_once_bf16": ("fp32", None, 5e-2),
     "keep_bf16": ("fp32", None, 5e-2),

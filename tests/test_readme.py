@@ -79,7 +79,7 @@ def test_flags_of_the_pages_are_accepted(command, monkeypatch):
 # Flags in running text that are not the scripts': torchrun's, pytest's and the programs' of bench/.
 OTHERS = """nnodes nproc-per-node max-restarts shutdown-timeout rdzv-backend rdzv-id rdzv-endpoint
     standalone help nonblocking pid signal cpus-per-task ntasks-per-node gpus-per-node nodes
-    requeue ranks vocabulary memory_gib link_gbps tflops no-build-isolation turns only
+    requeue ranks vocabulary memory_gib link_gbps tflops no-build-isolation turns only pre
     check model_args tasks batch_size prompt""".split()
 
 

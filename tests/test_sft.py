@@ -518,7 +518,6 @@ LEFT_OUT = [
     ({"prompt": "<|im_end|>", "completion": "b"}, "spell out a special token"),
     ({"prompt": "a", "completion": "b<|endoftext|>"}, "spell out a special token"),
     ({"prompt": "a", "completion": "<|im_start|>"}, "spell out a special token"),
-    ({"prompt": "<|begin_of_thought|>", "completion": "b"}, "spell out a special token"),
     ({"system": "<|pad|>", "prompt": "a", "completion": "b"}, "spell out a special token"),
     ({"messages": [{"role": "user<|im_end|>", "content": "x"}, ONE[1]]}, NO_TEXT),
 ]  # fmt: skip
@@ -575,11 +574,17 @@ def test_a_validation_set_that_truncation_empties_is_refused(tmp_path):
     assert (launch(0, "fsdp2_sft", flags | {"max_length": 1024})).returncode == 0
 
 
-def test_data_without_conversations_is_refused(tmp_path):
-    texts = documents_of(write(tmp_path / "a.jsonl", [{"text": "a", "thing": None}] * 3))
-    assert "whether its columns have the names" in refused(split, texts)
-    nothing = documents_of(write(tmp_path / "none.jsonl", [{"messages": ["a", "b"]}] * 3))
-    assert "fewer than two different documents" in refused(split, nothing)
+def test_data_without_conversations_is_refused(tmp_path, capsys):
+    """Columns are named only where they are the reason."""
+    no_column = "have no column messages or conversations or prompt or completion\n"
+    for row, why in (
+        ({"text": "a", "thing": None}, no_column),
+        ({"messages": ["a", "b"]}, "hold no messages\n"),
+    ):
+        nothing = documents_of(write(tmp_path / "rows.jsonl", [row] * 3))
+        assert capsys.readouterr().out.endswith(f"3 documents are left out, because they {why}")
+        line = refused(split, nothing)
+        assert "fewer than two different documents" in line and "column" not in line
 
 
 @pytest.mark.drill
@@ -855,6 +860,32 @@ def test_every_pretraining_script_is_a_start(run, shape_directory, flags, tmp_pa
     assert losses(tmp_path / "hf") == pytest.approx(seen[0], rel=1e-4)
     norms = [[line["grad_norm"] for line in metrics(tmp_path / d)[0]] for d in ("hf", "ddp")]
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)  # though ranks have unlike many targets
+
+
+def test_the_chain_on_rows_that_explain_the_format(run, shape_directory, flags, tmp_path):
+    """Rows as those of OpenThoughts. Their system prompt spells out the tokens of a thought."""
+    start = run("fsdp2_pretrain.py", 2, model=shape_directory, reduce_every_micro_batch="false")
+    thought, end_thought, solution, end_solution = INSIDE
+    system = f"Think between {thought} and {end_thought}, then {solution} and {end_solution}."
+    rows, answers = [], []
+    for n in range(40):
+        answers.append(
+            f"{thought}\n\n{n}\n\n{end_thought}\n\n{solution}\n\n{n + n}\n\n{end_solution}"
+        )
+        turns = [("user", f"Add {n} and {n}."), ("assistant", answers[n])]
+        turns = [{"from": role, "value": text} for role, text in turns]
+        rows.append({"system": system, "conversations": turns})
+    path = write(tmp_path / "rows.jsonl", rows)
+    flags = flags | {"init_from": start, "dataset": path, "run_dir": tmp_path / "run", "steps": 2}
+    output = tune(flags, ranks=1)
+    assert "left out" not in output
+    documents = documents_of(path, chat_tokenizer(str(tmp_path / "run/hf")))
+    assert [in_loss for _, in_loss in shown(documents)] == [f"{a}<|im_end|>" for a in answers]
+    text, _ = shown(documents)[0]
+    assert text.startswith(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nAdd 0")
+    marks = chat_tokenizer("bytes")[0].convert_tokens_to_ids(INSIDE)
+    ids, _ = documents.read(0)
+    assert [int((ids == mark).sum()) for mark in marks] == [2] * 4  # in both roles
 
 
 def test_overfitted_answers_come_back_and_stop(tmp_path):

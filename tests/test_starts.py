@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import socket
 import subprocess
@@ -29,6 +30,7 @@ from conftest import (
     metrics,
     tree,
 )
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import common
@@ -278,6 +280,56 @@ def test_a_longer_run_cools_down_to_the_shorter_one(flags, tmp_path):
     cooled = run("cooled", steps=4, resume=tmp_path / "long/checkpoints/step_00000002")
     assert cooled == short[2:]
     assert weights("cooled", "") == weights("short", "")
+
+
+def test_a_run_without_checkpoints(flags, complete, tmp_path):
+    """It may start over, and a signal to stop ends it. With a peak, CPUs have an MFU."""
+    own = {"run_dir": tmp_path / "run", "checkpoint_every": 0, "peak_tflops": 0.1}
+    stop = [{"call": "run.Run.log_step", "do": "terminate"}]  # step 2 is the next one to notice
+    for steps, faults in (4, []), (2, stop):
+        done = launch(0, "fsdp2_pretrain", flags | own, faults)
+        assert (done.returncode, done.stderr) == (0, "")
+        last = f"ended after step {steps}; no checkpoint and no hf/ (--checkpoint_every 0)"
+        assert done.stdout.splitlines()[-1] == last
+        lines = metrics(tmp_path / "run")[0]
+        expected = [x["loss"] for x in metrics(complete[0])[0]]
+        assert [x["loss"] for x in lines] == expected[:steps]
+        assert all(0 < x["mfu"] < 1 and x["allocator_retries"] == 0 for x in lines)
+        names = {path.name for path in (tmp_path / "run").iterdir() if path.suffix != ".py"}
+        assert names == {"config.json", "metrics.jsonl"}
+    own |= {"checkpoint_every": 2, "resume": "never"}  # nothing is lost
+    assert launch(0, "fsdp2_pretrain", flags | own).returncode == 0
+    assert FOREIGN in refused(flags | own | {"checkpoint_every": 0}, tmp_path)
+
+
+# --- A checkpoint in one file ---------------------------------------------------------------------
+
+
+def test_a_checkpoint_becomes_one_file_and_a_checkpoint_again(
+    flags, complete, tmp_path, monkeypatch
+):
+    """By the commands of docs/checkpoints.md. The resumed run has the same losses."""
+
+    def convert(*words: Path | str) -> None:
+        monkeypatch.setattr(sys, "argv", ["format_utils", *map(str, words)])
+        runpy.run_module("torch.distributed.checkpoint.format_utils", run_name="__main__")
+
+    checkpoint, file = complete[0] / "checkpoints/step_00000002", tmp_path / "state.pt"
+    convert("dcp_to_torch", checkpoint, file)
+    state = torch.load(file, mmap=True, weights_only=True)
+    assert state.keys() == {"model", "optimizer"}
+    common.export(checkpoint, tmp_path / "hf")
+    exported = load_file(tmp_path / "hf/model.safetensors")
+    assert all(torch.equal(state["model"][name], exported[name]) for name in exported)
+    assert exported.keys() <= state["optimizer"]["state"].keys()
+    back = tmp_path / "back"
+    convert("torch_to_dcp", file, back)
+    shutil.copy(checkpoint / "checkpoint.json", back)
+    shutil.copytree(checkpoint / "hf", back / "hf")
+    done = launch(0, "fsdp2_pretrain", flags | {"resume": back, "run_dir": tmp_path / "run"})
+    assert (done.returncode, done.stderr) == (0, "")
+    expected = [x["loss"] for x in metrics(complete[0])[0]]
+    assert [x["loss"] for x in metrics(tmp_path / "run")[0]] == expected[2:]
 
 
 # --- Edited and damaged files of a run ------------------------------------------------------------

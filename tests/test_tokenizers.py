@@ -8,6 +8,8 @@ import sys
 
 import numpy as np
 import pytest
+import tiktoken
+import transformers
 from conftest import ROOT
 from grid import share
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, trainers
@@ -106,6 +108,32 @@ def test_characters_are_split_alike(kind, step):
     wanted = map(chr, [*range(0x250), 0x180E, *range(0x250, sys.maxunicode, step)])
     texts = [f"a{c}b'{c}x1{c}2 {c}\n{c} {c}." for c in wanted if not "\ud800" <= c <= "\udfff"]
     check(make(kind), texts)
+
+
+def test_an_encoding_with_gaps_between_its_ids_keeps_them(tmp_path):
+    """As cl100k_base and o200k_base: ids without a token, and a pattern that ends in {1,3}+."""
+    ranks = {bytes([value]): value for value in range(256)}
+    parts = [f"{n:02}" for n in range(100)] + [f"{n:03}" for n in range(1000)] + [" a", "'s"]
+    ranks |= {part.encode(): 256 + i for i, part in enumerate(parts)}
+    size = len(ranks)
+    encoding = tiktoken.Encoding(
+        "gaps",
+        pat_str=LLAMA3.replace("{1,3}", "{1,3}+"),
+        mergeable_ranks=ranks,
+        special_tokens={END: size, "<|end_of_prompt|>": size + 20, "<|middle|>": size + 5},
+    )
+    tokenizer = common.from_tiktoken(encoding)
+    common.save_tokenizer(tokenizer, tmp_path)
+    saved = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert common.vocabulary_size(tokenizer) == len(saved) == encoding.n_vocab == size + 21
+    assert tokenizer.eos_token_id == saved.eos_token_id == encoding.eot_token
+    assert tokenizer.convert_tokens_to_ids("<|end_of_prompt|>") == size + 20
+    characters = [chr(i) for i in range(0, sys.maxunicode, 331) if not 0xD800 <= i < 0xE000]
+    characters += map(chr, range(512))
+    texts = [f"a{c}b'{c}x1{c}2 {c}\n{c} 12345678 {c}'s" for c in characters]
+    for text in [*texts, f"1234 12 1 {END} <|middle|> a's 12345", "١٢٣٤٥"]:
+        ids = encoding.encode_ordinary(text)
+        assert common.encode_text(text, tokenizer).tolist() == ids == saved(text)["input_ids"], text
 
 
 @pytest.mark.parametrize("kind", KINDS | UNKNOWN)

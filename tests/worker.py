@@ -47,7 +47,7 @@ COMMON_MODES = {
         "micro_batch_tokens": 513,
         "global_batch_tokens": 4 * 513,
     },
-    "bf16": {"precision": "bf16"},
+    "bf16": {"precision": "bf16", "CHUNK_TOKENS": 100},
     "ac_full": {"activation_checkpointing": "full"},
     "ac_selective": {"activation_checkpointing": "selective"},
     "recomputed_bf16": {
@@ -75,7 +75,7 @@ OWN_MODES = {
         **NO_CLIP,
         **AC_FRACTION,
         "zero1": {"shard_optimizer": True},
-        "zero1_bf16": {"shard_optimizer": True, "precision": "bf16"},
+        "zero1_bf16": COMMON_MODES["bf16"] | {"shard_optimizer": True},
     },
     "fsdp1": {
         **NO_CLIP_ONCE,
@@ -109,6 +109,7 @@ OWN_MODES = {
         "cpu_offload": {"cpu_offload": True},
         "gpipe": {"schedule": "gpipe"},
         "zero_bubble": {"schedule": "zero_bubble"},
+        "zero_bubble_bf16": COMMON_MODES["bf16"] | {"schedule": "zero_bubble"},
         "zero_bubble_full": {"schedule": "zero_bubble", "activation_checkpointing": "full"},
     },
 }
