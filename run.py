@@ -294,6 +294,25 @@ def refuse_non_finite(step: int, loss: float, grad_norm: float) -> None:
         )
 
 
+def refuse_untrained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """End the run if the first step left a parameter without a gradient on all ranks. A collective.
+
+    The optimizer has no state for such a parameter, so no checkpoint could be resumed. Single ranks
+    may lack gradients, as they may lack a shard.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    optimized = [names[p] for group in optimizer.param_groups for p in group["params"]]
+    trained = [names[parameter] for parameter in optimizer.state]
+    of_ranks = zip(*gather((optimized, trained)))
+    optimized, trained = (set().union(*names_of_ranks) for names_of_ranks in of_ranks)
+    nowhere = sorted(optimized - trained)
+    if nowhere:
+        refuse(
+            f"no gradient reaches {', '.join(nowhere[:3])}: freeze what the model does not "
+            "use, or leave layers whose forward it does not call out of --target"
+        )
+
+
 # --- Ranks ----------------------------------------------------------------------------------------
 
 
@@ -374,6 +393,8 @@ class Run:
         self.metrics = open(os.devnull, "ab", buffering=0)  # rank 0 opens another file in `begin`
         self.printed = -math.inf  # when a step was printed last: never
         self.stop_signals = 0  # that this rank has received
+        self.stopping = False  # because any rank has received one
+        self.unvalidated = False  # a stop has cut off the validation of this step
         self.peak = None
         if device.type == "cuda":
             self.peak = peak_flops(torch.cuda.get_device_name(device))
@@ -440,6 +461,7 @@ class Run:
             f"{config.precision} on {self.world_size} ranks ({mesh}), {work}, "
             f"learning rate {config.learning_rate:g}"
         )
+        self.unvalidated = progress.get("unvalidated", False)
         self.trace(progress["step"])
         # The ranks collect garbage together (`log_step`). Each at a moment of its own, they would
         # wait for one after the other.
@@ -488,6 +510,24 @@ class Run:
 
     def request_stop(self, *_) -> None:
         self.stop_signals += 1
+
+    def stops_validation(self) -> bool:
+        """Return whether any rank got a signal to stop. A collective.
+
+        If so, the validation ends without a line, and a resumed run does it first.
+        """
+        [self.stopping] = max_over_ranks(self.stop_signals)
+        self.unvalidated = self.stopping > 0
+        return self.unvalidated
+
+    def position(self, step: int, tokens: int) -> dict:
+        """Return what a checkpoint records of the progress."""
+        return {
+            "step": step,
+            "tokens": tokens,
+            "metrics_bytes": self.metrics.tell(),
+            "unvalidated": self.unvalidated,
+        }
 
     def trace(self, step: int) -> None:
         """Profile rank 0 from the first of --trace_steps to the last; `step` is done."""
@@ -541,8 +581,10 @@ class Run:
             )
             self.printed = now
 
-    def log_validation(self, step: int, loss: float, bytes_per_target: float) -> None:
-        """Log a validation, in nats per target token, under its training step."""
+    def log_validation(self, step: int, loss: float | None, bytes_per_target: float) -> None:
+        """Log a validation, in nats per target token, under its training step (None: cut off)."""
+        if loss is None:
+            return
         line = {
             "step": step,
             "validation_loss": loss,
@@ -558,9 +600,9 @@ class Run:
     ) -> None:
         """End the run: rank 0 writes hf/ and says what is next. `read` is that of `export`."""
         config, checkpoint = self.config, self.checkpoints.newest
-        if step < config.steps:
+        if step < config.steps or self.unvalidated:
             say(
-                f"stopped after step {step}, saved in {checkpoint}; "
+                f"stopped after step {step}, saved in {checkpoint or 'nothing yet'}; "
                 "rerun the same command with --resume auto to continue"
             )
         elif self.rank == 0:

@@ -90,13 +90,17 @@ def copied(whole, tmp_path) -> Path:
 
 
 def test_signals_in_every_phase_lose_nothing(flags, whole, tmp_path):
-    """Before the first step, then during a step, a validation and a checkpoint of the same run."""
+    """Before the first step, then during a step, validations and a checkpoint of the same run.
+
+    A validation is cut off, and the next start does it first. So its line has the usual place.
+    """
     flags = flags | {"run_dir": tmp_path}
     phases = [
         ({"call": "run.Run.begin", "after": True, "rank": 1, "do": "terminate"}, 1),
         ({"call": "fsdp2_pretrain.train_step", "number": 2, "rank": 1, "do": "interrupt twice"}, 3),
-        ({"call": "run.Run.log_validation", "rank": 0, "do": "terminate"}, 5),  # of step 4
+        ({"call": "fsdp2_pretrain.evaluate", "rank": 1, "do": "terminate"}, 4),
         ({"call": "common.sync_to_disk", "rank": 0, "do": "hang up"}, 7),  # of step 6
+        ({"call": "fsdp2_pretrain.evaluate", "rank": 1, "do": "terminate"}, 8),
     ]
     for fault, step in phases:
         done = faulty(2, [fault], flags)
@@ -110,6 +114,9 @@ def test_signals_in_every_phase_lose_nothing(flags, whole, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     assert losses(tmp_path) == losses(whole) and same(tmp_path, whole)
     assert metrics(tmp_path)[1] == metrics(whole)[1]
+    for run_dir in (tmp_path, whole):
+        lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+        assert [line["step"] for line in lines] == [1, 2, 3, 4, 4, 5, 6, 7, 8, 8]
 
     again = launch(2, "fsdp2_pretrain.py", flags)
     assert again.returncode == 0 and "resuming from" in again.stdout
