@@ -18,6 +18,7 @@ import ast
 import bisect
 import contextlib
 import dataclasses
+import errno
 import functools
 import glob
 import inspect
@@ -29,6 +30,7 @@ import re
 import shutil
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -792,7 +794,8 @@ def weights_fingerprint(directory: str) -> str:
     """Return a hash of a directory's safetensors files, to refuse other files later. A collective.
 
     The first rank of each node reads names, sizes, and the first and last MiB of each file, or all
-    of the files if they are below 1 GiB together. To read a large model would take minutes.
+    of the files if they are below 1 GiB together. To read a large model would take minutes. Nodes
+    with other files get another hash, so compare it over the ranks.
     """
     own = None
     if os.environ["LOCAL_RANK"] == "0":
@@ -804,10 +807,8 @@ def weights_fingerprint(directory: str) -> str:
                 content = np.memmap(path, mode="r")
                 part = content if small else np.append(content[: 2**20], content[-(2**20) :])
                 own += [path.name, len(content), xxhash.xxh3_128_hexdigest(part)]
-    of_nodes = [facts for facts in gather(own) if facts is not None]
-    if any(facts != of_nodes[0] for facts in of_nodes):
-        refuse(f"{directory} holds other weights on another node")
-    return fingerprint(of_nodes[0])
+    first_of_node = dist.get_rank() - int(os.environ["LOCAL_RANK"])
+    return fingerprint(gather(own)[first_of_node])
 
 
 def load_weights(model: nn.Module, directory: str, skip: tuple = ()) -> None:
@@ -914,11 +915,31 @@ def read_checkpoint(checkpoint: Path, state_dict: dict) -> None:
         dcp.load(state_dict, checkpoint_id=checkpoint)
 
 
-def sync_to_disk(path: Path) -> None:
-    """Make a file, or the list of names in a directory, survive a power failure."""
+def sync_to_disk(path: Path) -> bool:
+    """Make a file, or the list of names in a directory, survive a power failure.
+
+    Returns whether the file system supports that. Some with FUSE or SMB do not.
+    """
     descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            raise
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def remove(directory: Path) -> None:
+    """Remove a directory, or its name: NFS keeps files that somebody has open, and where they are.
+
+    A failure does not end the run.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):  # usually it is gone
+        directory.rename(directory.with_name(f".{directory.name}.{time.time_ns()}"))
 
 
 class Checkpoints:
@@ -1044,7 +1065,7 @@ class Checkpoints:
                 torch.cuda.set_device(self.device)  # a new thread would use GPU 0
             if rank == 0:
                 for leftover in self.directory.glob("step_*.tmp"):
-                    shutil.rmtree(leftover)  # of a run that died while writing
+                    shutil.rmtree(leftover, ignore_errors=True)  # of a run that died while writing
                 self.save_files(temporary / "hf")
                 write_json(temporary / "checkpoint.json", self.facts | progress)
             dist.barrier(self.group)
@@ -1052,7 +1073,10 @@ class Checkpoints:
                 raise ValueError("the ranks do not write to the same directory")
             # One state for model and optimizer, or a state for each.
             parts = {"app": state} if self.config.checkpoint_style == "stateful" else state
-            dcp.save(parts, checkpoint_id=temporary, process_group=self.group)
+            writer = dcp.FileSystemWriter(
+                temporary, sync_files=sync_to_disk(temporary / "checkpoint.json")
+            )
+            dcp.save(parts, storage_writer=writer, process_group=self.group)
             if rank == 0:
                 # Everything has to be on the disk first, so that the checkpoint is complete or
                 # absent even after a power failure.
@@ -1061,8 +1085,10 @@ class Checkpoints:
                 temporary.rename(final)
                 sync_to_disk(self.directory)
                 for old in self.complete()[self.config.keep_checkpoints :]:
-                    # Rename first, so that no half of it is left under its name.
-                    shutil.rmtree(old.rename(old.with_suffix(".tmp")), ignore_errors=True)
+                    # Rename first, so that no half of it is left under its name. What cannot be
+                    # removed stays.
+                    with contextlib.suppress(OSError):
+                        shutil.rmtree(old.rename(old.with_suffix(".tmp")), ignore_errors=True)
         self.newest = final
 
 
@@ -1088,7 +1114,7 @@ def export(
     """
     temporary = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # of an export that did not end
-    shutil.copytree(checkpoint / "hf", temporary)
+    shutil.copytree(checkpoint / "hf", temporary, dirs_exist_ok=True)
     model_config = transformers.AutoConfig.from_pretrained(temporary)
     model_config.dtype = dtype or model_config.dtype
     with torch.device("meta"):

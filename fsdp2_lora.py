@@ -34,7 +34,6 @@ LoRA is described in arXiv 2106.09685, NF4 in arXiv 2305.14314, ZeRO-3 in arXiv 
 import math
 import os
 import re
-import shutil
 import time
 from collections import Counter
 from datetime import timedelta
@@ -691,7 +690,7 @@ def main() -> partial | None:
     mesh = f"{config.dp_replicate} x {ranks // config.dp_replicate} shards"
     run.begin(checkpoints, progress, mesh, accumulation)
     if rank == 0:
-        shutil.rmtree(run.directory / "adapter", ignore_errors=True)  # of fewer steps
+        common.remove(run.directory / "adapter")  # of fewer steps
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]

@@ -483,7 +483,7 @@ class Run:
             say(f"no file lock here ({error}): take care that no two runs write to one directory")
         common.write_json(self.directory / "config.json", self.facts)
         self.metrics.truncate(progress["metrics_bytes"])
-        shutil.rmtree(f"{self.directory}/hf", ignore_errors=True)  # of fewer steps
+        common.remove(self.directory / "hf")  # of fewer steps
         # The script and the files beside it that it imports, as they run now.
         script = Path(sys.argv[0]).absolute()
         modules = [getattr(module, "__file__", None) for module in sys.modules.values()]

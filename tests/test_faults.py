@@ -86,6 +86,17 @@ def copied(whole, tmp_path) -> Path:
     return run_dir
 
 
+def test_files_that_stay_and_fsync_that_fails_end_no_run(flags, whole, copied):
+    """Old checkpoints, one that was not complete, and hf/ of fewer steps."""
+    leftover = copied / "checkpoints/step_00000007.tmp"
+    shutil.copytree(copied / "checkpoints/step_00000006", leftover)
+    fault = {"call": "run.Run.begin", "do": "keep files"}
+    done = faulty(2, [fault], flags | {"run_dir": copied, "keep_checkpoints": 1})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [name for name in kept(copied) if not name.endswith(".tmp")] == ["step_00000008"]
+    assert losses(copied) == losses(whole) and same(copied, whole)
+
+
 # --- Signals --------------------------------------------------------------------------------------
 
 
