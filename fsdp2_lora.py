@@ -235,24 +235,37 @@ class LoraLinear(nn.Linear):
         return outputs + self.lora_B(self.scale * self.lora_A(inputs))  # scale the thin result
 
 
+# Layers whose weight the model multiplies itself, so that an adapter would get no gradient: the
+# time step of Mamba, LongCat's router. PEFT refuses the second layer of Mamba's mixer.
+UNUSUAL = r"dt_proj|classifier|mixer\.out_proj"
+# In an MoE model, PEFT takes these names for parts of the stacked experts. It would not load the
+# adapters of dense layers and shared experts.
+EXPERTS = "gate|gate_proj|up_proj|down_proj|w1|w2|w3"
+
+
 def add_adapters(model: nn.Module, config: Config) -> None:
     """Give the linear layers of the blocks adapters, and freeze all else. Says what it adapts.
 
     What is no nn.Linear stays as it is: stacked experts of MoE models, Conv1D of GPT-2. So does a
-    subclass, whose forward may do more, and what `freeze_unused` froze.
+    subclass, whose forward may do more, what `freeze_unused` froze, and what is named above.
     """
     blocks = transformer_blocks(model)
+    left_out = UNUSUAL
+    if any(".experts." in name for name, _ in blocks.named_parameters()):
+        left_out += "|" + EXPERTS
     layers = {
         name: module
         for name, module in blocks.named_modules()
-        if type(module) is nn.Linear and module.weight.requires_grad
+        if type(module) is nn.Linear
+        and module.weight.requires_grad
+        and not re.search(rf"\.({left_out})$", name)
     }
     kinds = {name.rpartition(".")[2] for name in layers}
     targets = set(config.target or kinds or ["all"])
     if targets - kinds:
         common.refuse(
-            f"--target {min(targets - kinds)}: the blocks of this model have no such nn.Linear "
-            f"layer, but {' '.join(sorted(kinds)) or 'none'}"
+            f"--target {min(targets - kinds)}: the blocks of this model have no such layer to "
+            f"adapt, but {' '.join(sorted(kinds)) or 'none'}"
         )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
