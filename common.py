@@ -294,12 +294,28 @@ def standard_library_documents(files: list) -> Iterator[dict]:
 CORPORA = {"stdlib": standard_library_documents}  # those that need no file
 
 
+def suffix_of(name: str) -> str:
+    """Return by which suffix a file is read, without the query of a URL; "" for others."""
+    known = [suffix for suffix in Path(name.split("?")[0]).suffixes if suffix in READERS]
+    return known[-1] if known else ""  # the last one counts: a.txt.jsonl.gz is JSON
+
+
+def find_files(name: str) -> list[str]:
+    """Return the files that a file, glob or folder stands for. Other names stay as they are."""
+    pattern = glob.escape(name) if os.path.exists(name) else name  # a file may have brackets
+    pattern += "/*" * os.path.isdir(name)
+    files = sorted(glob.glob(pattern, recursive=True))
+    return [file for file in files if suffix_of(file)] or [name]
+
+
 def open_dataset(config: Any, corpora: dict) -> datasets.Dataset:
-    """Open --dataset: one of `corpora`, a file, glob or URL, or a hub id."""
+    """Open --dataset: one of `corpora`, files (also globs, folders and URLs), or a hub id."""
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our error line says what matters
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    name, split = config.dataset, config.dataset_split
+    names, split = config.dataset, config.dataset_split
+    names = [names] if isinstance(names, str) else names
+    name = " ".join(names)
     if name in corpora:
         return datasets.Dataset.from_generator(
             corpora[name], gen_kwargs={"files": standard_library_files()}
@@ -307,15 +323,18 @@ def open_dataset(config: Any, corpora: dict) -> datasets.Dataset:
     with refusing(
         f"--dataset (hub id, .parquet, .jsonl, .json, .txt or FOLDER/*.txt) {name} cannot be read"
     ):
-        known_suffixes = [suffix for suffix in Path(name).suffixes if suffix in READERS]
-        if not known_suffixes:
+        files = [file for pattern in names for file in find_files(pattern)]
+        suffix = suffix_of(files[0])
+        if len({*map(suffix_of, files)}) > 1 or len(names) > 1 and not suffix:
+            raise ValueError("files of one kind can be read together")
+        if not suffix:
             return datasets.load_dataset(name, config.dataset_config, split=split)
-        suffix = known_suffixes[-1]  # the last one counts: a.txt.jsonl.gz is JSON
-        size = sum(map(os.path.getsize, glob.glob(name, recursive=True)))
+        local = [file for file in files if os.path.exists(file)]
         corpus = datasets.load_dataset(
             READERS[suffix],
-            fingerprint(size),  # part of the cache key, which has names and times of files
-            data_files=name,
+            # Part of the cache key, which has names and times of files.
+            fingerprint(sum(map(os.path.getsize, local))),
+            data_files=[glob.escape(file) if file in local else file for file in files],
             split=split,
             download_config=datasets.DownloadConfig(),  # downloads a file again that has changed
             # Or datasets would write texts as JSON where a column has values of other types.
@@ -377,6 +396,8 @@ def tokenize(
             tokens, in_loss, group, num_bytes = function(row, tokenizer, **arguments)
         except LeftOut as reason:
             left_out = str(reason)
+        except UnicodeEncodeError:
+            left_out = "hold half a surrogate pair, which is no character"
         documents.append(
             {
                 "tokens": np.asarray(tokens, dtype),

@@ -102,9 +102,9 @@ NEXT_COMMAND = "README.md says how to train on a reward of your own"
 class Config(Flags):
     """The flags of this script, beside the shared ones."""
 
-    dataset: str = flag(
-        "stdlib-docstrings",
-        "stdlib-docstrings, a hub id, or a file, glob or URL of .parquet or .jsonl",
+    dataset: str | list[str] = flag(
+        ["stdlib-docstrings"],
+        "stdlib-docstrings, a hub id, or .parquet or .jsonl files, globs, folders or URLs",
     )
     chat_template: Literal["own", "collection"] = flag(
         "own",

@@ -100,9 +100,9 @@ class Config(Flags):
         "auto",
         "how the base is kept. auto: as --precision. nf4: adapted layers in 4 bits, the rest bf16",
     )
-    dataset: str = flag(
-        "stdlib-docstrings",
-        "stdlib-docstrings, a hub id, or a file, glob or URL of .parquet or .jsonl",
+    dataset: str | list[str] = flag(
+        ["stdlib-docstrings"],
+        "stdlib-docstrings, a hub id, or .parquet or .jsonl files, globs, folders or URLs",
     )
     chat_template: Literal["own", "collection"] = flag(
         "own",

@@ -49,6 +49,8 @@ from common import Refusal, differences, fingerprint, gather, lost_connection, r
 
 def flag(default: Any, help: str) -> Any:
     """Declare a command-line flag: a dataclass field with a default and a help text."""
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata={"help": help})
     return field(default=default, metadata={"help": help})
 
 
@@ -69,8 +71,8 @@ class Flags:
 
     # data
     tokenizer: str = flag("bytes", "bytes, a tiktoken encoding (gpt2), or a directory or hub id")
-    dataset: str = flag(
-        "stdlib", "stdlib, a hub id, or a .parquet .jsonl .json .txt file, glob or URL"
+    dataset: str | list[str] = flag(
+        ["stdlib"], "stdlib, a hub id, or .parquet .jsonl .json .txt files, globs, folders or URLs"
     )
     dataset_config: str | None = flag(None, "configuration name of a hub dataset")
     dataset_split: str = flag("train", "split, as in datasets.load_dataset")
@@ -146,6 +148,8 @@ class Flags:
         multiple = self.pad_to_multiple_of
         if math.ceil(self.max_length / multiple) * multiple > self.micro_batch_tokens:
             raise ValueError("--micro_batch_tokens cannot hold a padded sequence of --max_length")
+        if isinstance(self.dataset, list) and len(self.dataset) == 1:
+            [self.dataset] = self.dataset
         if self.precision == "auto":
             # GPUs before Ampere only emulate bf16.
             bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
