@@ -62,6 +62,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 IGNORED = -100  # label of a position that is not in the loss, as in torch's cross entropy
 
@@ -196,6 +197,11 @@ def load_tokenizer(name: str) -> Tokenizer:
         # Many classes replace the pre-tokenizer of the file by their own, so that the ids differ.
         # But where the files name no eos token (gpt2), the class knows it.
         tokenizer = Tokenizer.from_pretrained(name, eos_token=by_class.eos_token)
+    # transformers 5 ignores this setting beside a tokenizer.json.
+    asked = get_tokenizer_config(name).get("add_bos_token")
+    begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    if tokenizer.bos_token and asked not in (None, begins):
+        tokenizer.add_bos_token = asked
     if tokenizer.eos_token_id is None:
         refuse(f"--tokenizer {name} lacks an end-of-text (eos) token")
     tokenizer.backend_tokenizer.no_truncation()  # a trainer may have left them on
@@ -308,6 +314,17 @@ def find_files(name: str) -> list[str]:
     return [file for file in files if suffix_of(file)] or [name]
 
 
+def sources_of(function: Callable) -> list[str]:
+    """Return hashes of this file, of a function's file and of the modules that it imports.
+
+    As a part of cache keys, they make an edit read the data again.
+    """
+    modules = filter(inspect.ismodule, function.__globals__.values())
+    files = {getattr(module, "__file__", None) or __file__ for module in modules}
+    files |= {__file__, inspect.getfile(function)}
+    return sorted(xxhash.xxh3_64_hexdigest(Path(file).read_bytes()) for file in files)
+
+
 def open_dataset(config: Any, corpora: dict) -> datasets.Dataset:
     """Open --dataset: one of `corpora`, files (also globs, folders and URLs), or a hub id."""
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our error line says what matters
@@ -317,9 +334,9 @@ def open_dataset(config: Any, corpora: dict) -> datasets.Dataset:
     names = [names] if isinstance(names, str) else names
     name = " ".join(names)
     if name in corpora:
-        return datasets.Dataset.from_generator(
-            corpora[name], gen_kwargs={"files": standard_library_files()}
-        )
+        arguments = {"files": standard_library_files()}
+        key = fingerprint(sources_of(corpora[name]), arguments)
+        return datasets.Dataset.from_generator(corpora[name], gen_kwargs=arguments, fingerprint=key)
     with refusing(
         f"--dataset (hub id, .parquet, .jsonl, .json, .txt or FOLDER/*.txt) {name} cannot be read"
     ):
@@ -344,10 +361,6 @@ def open_dataset(config: Any, corpora: dict) -> datasets.Dataset:
 
 
 # --- Documents: tokens on disk --------------------------------------------------------------------
-
-# Part of the cache key. NOTE: raise it when you change what the cache holds. The key also has the
-# source of the function that tokenizes a document, but not of the functions that this one calls.
-CACHE_VERSION = 5
 
 
 def tokenize_text(row: dict, tokenizer: Tokenizer) -> tuple:
@@ -442,9 +455,8 @@ def cache_key(
     """
     return fingerprint(
         corpus._fingerprint,
-        CACHE_VERSION,
         columns,
-        inspect.getsource(function),
+        sources_of(function),
         arguments,
         tokenizer.special_tokens_map,
         tokenizer.chat_template,

@@ -59,7 +59,7 @@ def cpu_seconds() -> float:
 
 
 def ours(name: str, turn: int) -> int:
-    common.CACHE_VERSION = f"{name} {turn}"  # nothing is in the cache
+    common.sources_of = lambda _: [name, turn]  # nothing is in the cache
     config = Flags(tokenizer=name)
     tokenizer = common.load_tokenizer(name)
     documents = common.load_documents(config, ["text"], common.tokenize_text, tokenizer)

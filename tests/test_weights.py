@@ -74,6 +74,26 @@ def test_a_document_begins_as_the_tokenizer_begins_a_text(tmp_path, template):
     assert tokens[:2].tolist() == plain("ab")["input_ids"][:2] or not bos
 
 
+@pytest.mark.parametrize("asked", [True, False, None])
+@pytest.mark.parametrize("template", ["<bos> $A", "$A"])
+def test_add_bos_token_is_obeyed(tmp_path, template, asked):
+    """Where it is not what tokenizer.json does. AutoTokenizer reads the same from a run's hf/."""
+    tokenizer = copy.deepcopy(common.load_tokenizer("bytes"))
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    processor = processors.TemplateProcessing(single=template, special_tokens=[("<bos>", 257)])
+    tokenizer.backend_tokenizer.post_processor = processor
+    tokenizer.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | ({} if asked is None else {"add_bos_token": asked})
+    file.write_text(json.dumps(settings))
+    loaded = common.load_tokenizer(str(tmp_path))
+    ids = [257] * (template != "$A" if asked is None else asked) + [*b"ab"]
+    assert common.encode_text("ab", loaded).tolist() == ids
+    common.save_tokenizer(loaded, tmp_path / "hf")
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf")("ab")["input_ids"] == ids
+    assert common.encode_text("ab", common.load_tokenizer(str(tmp_path / "hf"))).tolist() == ids
+
+
 # --- Weights --------------------------------------------------------------------------------------
 
 
