@@ -50,6 +50,7 @@ import torch.distributed.checkpoint as dcp
 import tqdm
 import transformers
 import xxhash
+from pyarrow import parquet
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -325,7 +326,7 @@ def sources_of(function: Callable) -> list[str]:
     return sorted(xxhash.xxh3_64_hexdigest(Path(file).read_bytes()) for file in files)
 
 
-def open_dataset(config: Any, corpora: dict) -> datasets.Dataset:
+def open_dataset(config: Any, columns: list, corpora: dict) -> datasets.Dataset:
     """Open --dataset: one of `corpora`, files (also globs, folders and URLs), or a hub id."""
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our error line says what matters
     if not sys.stderr.isatty():
@@ -346,17 +347,29 @@ def open_dataset(config: Any, corpora: dict) -> datasets.Dataset:
             raise ValueError("files of one kind can be read together")
         if not suffix:
             return datasets.load_dataset(name, config.dataset_config, split=split)
-        local = [file for file in files if os.path.exists(file)]
-        corpus = datasets.load_dataset(
-            READERS[suffix],
-            # Part of the cache key, which has names and times of files.
-            fingerprint(sum(map(os.path.getsize, local))),
-            data_files=[glob.escape(file) if file in local else file for file in files],
-            split=split,
-            download_config=datasets.DownloadConfig(),  # downloads a file again that has changed
-            # Or datasets would write texts as JSON where a column has values of other types.
-            **({"on_mixed_types": None} if suffix == ".json" else {}),
-        )
+        groups = [files]
+        if suffix == ".parquet":
+            # datasets would cast values to the types of the first file (007 would be 7). So if
+            # columns differ, read each file alone, and those without rows not at all.
+            shards = {file: parquet.read_metadata(file) for file in files if os.path.exists(file)}
+            if len({(str(shard.schema), shard.num_rows > 0) for shard in shards.values()}) > 1:
+                groups = [[file] for file in files if shards[file].num_rows]
+        parts = []
+        for files in groups:
+            local = [file for file in files if os.path.exists(file)]
+            part = datasets.load_dataset(
+                READERS[suffix],
+                # Part of the cache key, which has names and times of files.
+                fingerprint(sum(map(os.path.getsize, local))),
+                data_files=[glob.escape(file) if file in local else file for file in files],
+                split=split,
+                download_config=datasets.DownloadConfig(),  # downloads a changed file again
+                # Or datasets would write texts as JSON where a column has values of other types.
+                **({"on_mixed_types": None} if suffix == ".json" else {}),
+            )
+            read = [name for name in columns if name in part.column_names]
+            parts.append(part.select_columns(read) if len(groups) > 1 else part)
+        corpus = datasets.concatenate_datasets(parts)  # it refuses columns of several types
         return corpus.rename_column("text", JSON) if suffix == ".jsonl" else corpus
 
 
@@ -483,7 +496,7 @@ def load_documents(
         corpora: name -> generator of documents, for names of --dataset that are no files.
         arguments: more arguments of `function`, which are pickled for other processes.
     """
-    corpus = open_dataset(config, corpora)
+    corpus = open_dataset(config, columns, corpora)
     present = [column for column in [JSON, *columns] if column in corpus.column_names]
     if not present:
         names = " or ".join(columns[:4])

@@ -269,7 +269,7 @@ def test_an_edited_generator_is_run_again(tmp_path, monkeypatch):
         sys.modules.pop("own_texts", None)
         importlib.invalidate_caches()
         corpora = {"own": importlib.import_module("own_texts").generate}
-        rows = common.open_dataset(data_config(dataset="own"), corpora)
+        rows = common.open_dataset(data_config(dataset="own"), ["text"], corpora)
         assert {*rows["text"]} == {text}  # once for each file
 
 

@@ -5,8 +5,10 @@ import os
 from pathlib import Path
 
 import datasets
+import pyarrow
 import pytest
 from conftest import all_of, data_config
+from pyarrow import parquet
 
 import common
 
@@ -111,6 +113,31 @@ def test_each_form_of_dataset_is_read_as_that(tmp_path):
             rows_of([*map(str, several)], ["text"])
     with pytest.raises(common.Refusal, match="files of one kind"):
         rows_of(tmp_path, ["text"])
+
+
+# Columns of the first and of the second file, and the texts that are read (None: refused).
+SHARDS = {
+    "a column that nobody reads": ({"text": ["a"]}, {"text": ["b"], "x": [1]}, "ab"),
+    "no value in one": ({"text": pyarrow.nulls(1)}, {"text": ["b"]}, "b"),
+    "other types that nobody reads": (
+        {"text": ["a"], "x": [1]}, {"text": ["b"], "x": [1.5]}, "ab",
+    ),
+    "no rows": ({"text": pyarrow.array([], pyarrow.string())}, {"text": ["b"]}, "b"),
+    "integers, then texts": ({"text": [7]}, {"text": ["007"]}, None),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SHARDS)
+def test_parquet_files_may_differ_in_what_is_not_read(tmp_path, case):
+    *files, texts = SHARDS[case]
+    for i, columns in enumerate(files):
+        parquet.write_table(pyarrow.table(columns), tmp_path / f"{i}.parquet")
+    if texts is None:
+        with pytest.raises(common.Refusal, match="can't be aligned"):
+            rows_of(tmp_path, ["text"])
+    else:
+        rows = [row["text"] for row in rows_of(tmp_path, ["text"])]
+        assert [text for text in rows if text] == [*texts]
 
 
 def test_a_query_is_no_part_of_the_name_of_a_url():
