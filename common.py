@@ -18,6 +18,7 @@ import ast
 import bisect
 import contextlib
 import dataclasses
+import errno
 import functools
 import glob
 import inspect
@@ -29,6 +30,7 @@ import re
 import shutil
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -48,6 +50,7 @@ import torch.distributed.checkpoint as dcp
 import tqdm
 import transformers
 import xxhash
+from pyarrow import parquet
 from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -60,6 +63,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from transformers.convert_slow_tokenizer import TikTokenConverter
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
 
 IGNORED = -100  # label of a position that is not in the loss, as in torch's cross entropy
 
@@ -194,6 +198,11 @@ def load_tokenizer(name: str) -> Tokenizer:
         # Many classes replace the pre-tokenizer of the file by their own, so that the ids differ.
         # But where the files name no eos token (gpt2), the class knows it.
         tokenizer = Tokenizer.from_pretrained(name, eos_token=by_class.eos_token)
+    # transformers 5 ignores this setting beside a tokenizer.json.
+    asked = get_tokenizer_config(name).get("add_bos_token")
+    begins = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    if tokenizer.bos_token and asked not in (None, begins):
+        tokenizer.add_bos_token = asked
     if tokenizer.eos_token_id is None:
         refuse(f"--tokenizer {name} lacks an end-of-text (eos) token")
     tokenizer.backend_tokenizer.no_truncation()  # a trainer may have left them on
@@ -296,43 +305,81 @@ def standard_library_documents(files: list) -> Iterator[dict]:
 CORPORA = {"stdlib": standard_library_documents}  # those that need no file
 
 
-def open_dataset(config: Any, corpora: dict) -> datasets.Dataset:
-    """Open --dataset: one of `corpora`, a file, glob or URL, or a hub id."""
+def suffix_of(name: str) -> str:
+    """Return by which suffix a file is read, without the query of a URL; "" for others."""
+    known = [suffix for suffix in Path(name.split("?")[0]).suffixes if suffix in READERS]
+    return known[-1] if known else ""  # the last one counts: a.txt.jsonl.gz is JSON
+
+
+def find_files(name: str) -> list[str]:
+    """Return the files that a file, glob or folder stands for. Other names stay as they are."""
+    pattern = glob.escape(name) if os.path.exists(name) else name  # a file may have brackets
+    pattern += "/*" * os.path.isdir(name)
+    files = sorted(glob.glob(pattern, recursive=True))
+    return [file for file in files if suffix_of(file)] or [name]
+
+
+def sources_of(function: Callable) -> list[str]:
+    """Return hashes of this file, of a function's file and of the modules that it imports.
+
+    As a part of cache keys, they make an edit read the data again.
+    """
+    modules = filter(inspect.ismodule, function.__globals__.values())
+    files = {getattr(module, "__file__", None) or __file__ for module in modules}
+    files |= {__file__, inspect.getfile(function)}
+    return sorted(xxhash.xxh3_64_hexdigest(Path(file).read_bytes()) for file in files)
+
+
+def open_dataset(config: Any, columns: list, corpora: dict) -> datasets.Dataset:
+    """Open --dataset: one of `corpora`, files (also globs, folders and URLs), or a hub id."""
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our error line says what matters
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    name, split = config.dataset, config.dataset_split
+    names, split = config.dataset, config.dataset_split
+    names = [names] if isinstance(names, str) else names
+    name = " ".join(names)
     if name in corpora:
-        return datasets.Dataset.from_generator(
-            corpora[name], gen_kwargs={"files": standard_library_files()}
-        )
+        arguments = {"files": standard_library_files()}
+        key = fingerprint(sources_of(corpora[name]), arguments)
+        return datasets.Dataset.from_generator(corpora[name], gen_kwargs=arguments, fingerprint=key)
     with refusing(
         f"--dataset (hub id, .parquet, .jsonl, .json, .txt or FOLDER/*.txt) {name} cannot be read"
     ):
-        known_suffixes = [suffix for suffix in Path(name).suffixes if suffix in READERS]
-        if not known_suffixes:
+        files = [file for pattern in names for file in find_files(pattern)]
+        suffix = suffix_of(files[0])
+        if len({*map(suffix_of, files)}) > 1 or len(names) > 1 and not suffix:
+            raise ValueError("files of one kind can be read together")
+        if not suffix:
             return datasets.load_dataset(
                 name, config.dataset_config, split=split, revision=config.dataset_revision
             )
-        suffix = known_suffixes[-1]  # the last one counts: a.txt.jsonl.gz is JSON
-        size = sum(map(os.path.getsize, glob.glob(name, recursive=True)))
-        corpus = datasets.load_dataset(
-            READERS[suffix],
-            fingerprint(size),  # part of the cache key, which has names and times of files
-            data_files=name,
-            split=split,
-            download_config=datasets.DownloadConfig(),  # downloads a file again that has changed
-            # Or datasets would write texts as JSON where a column has values of other types.
-            **({"on_mixed_types": None} if suffix == ".json" else {}),
-        )
+        groups = [files]
+        if suffix == ".parquet":
+            # datasets would cast values to the types of the first file (007 would be 7). So if
+            # columns differ, read each file alone, and those without rows not at all.
+            shards = {file: parquet.read_metadata(file) for file in files if os.path.exists(file)}
+            if len({(str(shard.schema), shard.num_rows > 0) for shard in shards.values()}) > 1:
+                groups = [[file] for file in files if shards[file].num_rows]
+        parts = []
+        for files in groups:
+            local = [file for file in files if os.path.exists(file)]
+            part = datasets.load_dataset(
+                READERS[suffix],
+                # Part of the cache key, which has names and times of files.
+                fingerprint(sum(map(os.path.getsize, local))),
+                data_files=[glob.escape(file) if file in local else file for file in files],
+                split=split,
+                download_config=datasets.DownloadConfig(),  # downloads a changed file again
+                # Or datasets would write texts as JSON where a column has values of other types.
+                **({"on_mixed_types": None} if suffix == ".json" else {}),
+            )
+            read = [name for name in columns if name in part.column_names]
+            parts.append(part.select_columns(read) if len(groups) > 1 else part)
+        corpus = datasets.concatenate_datasets(parts)  # it refuses columns of several types
         return corpus.rename_column("text", JSON) if suffix == ".jsonl" else corpus
 
 
 # --- Documents: tokens on disk --------------------------------------------------------------------
-
-# Part of the cache key. NOTE: raise it when you change what the cache holds. The key also has the
-# source of the function that tokenizes a document, but not of the functions that this one calls.
-CACHE_VERSION = 5
 
 
 def tokenize_text(row: dict, tokenizer: Tokenizer) -> tuple:
@@ -381,6 +428,8 @@ def tokenize(
             tokens, in_loss, group, num_bytes = function(row, tokenizer, **arguments)
         except LeftOut as reason:
             left_out = str(reason)
+        except UnicodeEncodeError:
+            left_out = "hold half a surrogate pair, which is no character"
         documents.append(
             {
                 "tokens": np.asarray(tokens, dtype),
@@ -428,9 +477,8 @@ def cache_key(
     """
     return fingerprint(
         corpus._fingerprint,
-        CACHE_VERSION,
         columns,
-        inspect.getsource(function),
+        sources_of(function),
         arguments,
         tokenizer.special_tokens_map,
         tokenizer.chat_template,
@@ -457,7 +505,7 @@ def load_documents(
         corpora: name -> generator of documents, for names of --dataset that are no files.
         arguments: more arguments of `function`, which are pickled for other processes.
     """
-    corpus = open_dataset(config, corpora)
+    corpus = open_dataset(config, columns, corpora)
     present = [column for column in [JSON, *columns] if column in corpus.column_names]
     if not present:
         names = " or ".join(columns[:4])
@@ -797,6 +845,27 @@ def fetch_weights(name: str) -> str:
         )
 
 
+def weights_fingerprint(directory: str) -> str:
+    """Return a hash of a directory's safetensors files, to refuse other files later. A collective.
+
+    The first rank of each node reads names, sizes, and the first and last MiB of each file, or all
+    of the files if they are below 1 GiB together. To read a large model would take minutes. Nodes
+    with other files get another hash, so compare it over the ranks.
+    """
+    own = None
+    if os.environ["LOCAL_RANK"] == "0":
+        own = []
+        with refusing(f"cannot read {directory}"):
+            paths = sorted(Path(directory).glob("*.safetensors"))
+            small = sum(path.stat().st_size for path in paths) < 2**30
+            for path in paths:
+                content = np.memmap(path, mode="r")
+                part = content if small else np.append(content[: 2**20], content[-(2**20) :])
+                own += [path.name, len(content), xxhash.xxh3_128_hexdigest(part)]
+    first_of_node = dist.get_rank() - int(os.environ["LOCAL_RANK"])
+    return fingerprint(gather(own)[first_of_node])
+
+
 def load_weights(model: nn.Module, directory: str, skip: tuple = ()) -> None:
     """Fill full or sharded parameters from the safetensors files of a Hugging Face directory.
 
@@ -839,7 +908,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 # The facts that a resumed run must share with its checkpoint: they decide what a step trains on.
 PLAN = """max_length pad_to_multiple_of batching micro_batch_tokens global_batch_tokens seed
-    init_from model_hash tokenizer_hash data_hash""".split()
+    init_from weights_hash model_hash tokenizer_hash data_hash""".split()
 
 
 class ApplicationState(Stateful):
@@ -901,11 +970,31 @@ def read_checkpoint(checkpoint: Path, state_dict: dict) -> None:
         dcp.load(state_dict, checkpoint_id=checkpoint)
 
 
-def sync_to_disk(path: Path) -> None:
-    """Make a file, or the list of names in a directory, survive a power failure."""
+def sync_to_disk(path: Path) -> bool:
+    """Make a file, or the list of names in a directory, survive a power failure.
+
+    Returns whether the file system supports that. Some with FUSE or SMB do not.
+    """
     descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+            raise
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def remove(directory: Path) -> None:
+    """Remove a directory, or its name: NFS keeps files that somebody has open, and where they are.
+
+    A failure does not end the run.
+    """
+    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):  # usually it is gone
+        directory.rename(directory.with_name(f".{directory.name}.{time.time_ns()}"))
 
 
 class Checkpoints:
@@ -1031,7 +1120,7 @@ class Checkpoints:
                 torch.cuda.set_device(self.device)  # a new thread would use GPU 0
             if rank == 0:
                 for leftover in self.directory.glob("step_*.tmp"):
-                    shutil.rmtree(leftover)  # of a run that died while writing
+                    shutil.rmtree(leftover, ignore_errors=True)  # of a run that died while writing
                 self.save_files(temporary / "hf")
                 write_json(temporary / "checkpoint.json", self.facts | progress)
             dist.barrier(self.group)
@@ -1039,7 +1128,10 @@ class Checkpoints:
                 raise ValueError("the ranks do not write to the same directory")
             # One state for model and optimizer, or a state for each.
             parts = {"app": state} if self.config.checkpoint_style == "stateful" else state
-            dcp.save(parts, checkpoint_id=temporary, process_group=self.group)
+            writer = dcp.FileSystemWriter(
+                temporary, sync_files=sync_to_disk(temporary / "checkpoint.json")
+            )
+            dcp.save(parts, storage_writer=writer, process_group=self.group)
             if rank == 0:
                 # Everything has to be on the disk first, so that the checkpoint is complete or
                 # absent even after a power failure.
@@ -1048,8 +1140,10 @@ class Checkpoints:
                 temporary.rename(final)
                 sync_to_disk(self.directory)
                 for old in self.complete()[self.config.keep_checkpoints :]:
-                    # Rename first, so that no half of it is left under its name.
-                    shutil.rmtree(old.rename(old.with_suffix(".tmp")), ignore_errors=True)
+                    # Rename first, so that no half of it is left under its name. What cannot be
+                    # removed stays.
+                    with contextlib.suppress(OSError):
+                        shutil.rmtree(old.rename(old.with_suffix(".tmp")), ignore_errors=True)
         self.newest = final
 
 
@@ -1075,7 +1169,7 @@ def export(
     """
     temporary = directory.with_name(f".{directory.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)  # of an export that did not end
-    shutil.copytree(checkpoint / "hf", temporary)
+    shutil.copytree(checkpoint / "hf", temporary, dirs_exist_ok=True)
     model_config = transformers.AutoConfig.from_pretrained(temporary)
     model_config.dtype = dtype or model_config.dtype
     with torch.device("meta"):

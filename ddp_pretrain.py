@@ -52,6 +52,7 @@ from run import (
     micro_batches_per_rank,
     parse_config,
     refuse_non_finite,
+    refuse_untrained,
     set_learning_rates,
     set_up_gpu,
 )
@@ -169,16 +170,19 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(
-    model: DistributedDataParallel, validation: common.Batches, device: torch.device
-) -> float:
-    """Return the mean loss per target token in nats, on the same data for every world size."""
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, target tokens
+def evaluate(model: DistributedDataParallel, validation: common.Batches, run: Run) -> float | None:
+    """Return the mean loss per target token in nats, on the same data for every world size.
+
+    None if a signal asks to stop.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, target tokens
     model.eval()
     for micro_batch in validation.evaluation(dist.get_rank(), dist.get_world_size()):
-        micro_batch = common.to_device(micro_batch, device)
+        micro_batch = common.to_device(micro_batch, run.device)
         total[0] += model.module(**micro_batch)  # without DDP, which only backward needs
         total[1] += (micro_batch["labels"] != common.IGNORED).sum()
+        if run.stops_validation():  # a small all-reduce in CPU memory
+            return None
     model.train()
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
@@ -283,26 +287,30 @@ def main() -> partial | None:
     run.begin(checkpoints, progress, f"{ranks} replicas", accumulation)
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
-    step, tokens, stopping = progress["step"], progress["tokens"], False
+    step, tokens = progress["step"], progress["tokens"]
     batches = training.stream(tokens, accumulation, rank, ranks)
-    while step < config.steps and not stopping:
+    if run.unvalidated:  # a signal has stopped the validation of this step
+        loss = evaluate(model, validation, run)
+        run.log_validation(step, loss, validation.bytes_per_target())
+    while step < config.steps and not run.stopping:
         step += 1
         started = time.perf_counter()
         batch = next(batches)
         data_seconds = time.perf_counter() - started
         seed_by_name(config.seed, step, rank)  # for dropout
         measured = train_step(model, optimizer, batch, step, config, device)
+        if step == 1:
+            refuse_untrained(model, optimizer)
         tokens += batch.num_targets
         # All ranks learn the longest wait for data, and whether any of them got a signal to stop.
-        data_seconds, stopping = max_over_ranks(data_seconds, run.stop_signals)
+        data_seconds, run.stopping = max_over_ranks(data_seconds, run.stop_signals)
         run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:
-            loss = evaluate(model, validation, device)
+            loss = evaluate(model, validation, run)
             run.log_validation(step, loss, validation.bytes_per_target())
-        last = step == config.steps or stopping
+        last = step == config.steps or run.stopping
         if config.checkpoint_every and (last or step % config.checkpoint_every == 0):
-            position = {"step": step, "tokens": tokens, "metrics_bytes": run.metrics.tell()}
-            checkpoints.save(model, optimizer, position)
+            checkpoints.save(model, optimizer, run.position(step, tokens))
     checkpoints.wait()
     # `launch` calls it once the model is gone and the ranks have left the process group.
     return partial(run.finish, step, NEXT_COMMAND)

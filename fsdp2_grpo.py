@@ -90,6 +90,7 @@ from run import (
     max_over_ranks,
     parse_config,
     refuse_non_finite,
+    refuse_untrained,
     set_learning_rates,
     set_up_gpu,
 )
@@ -102,9 +103,9 @@ NEXT_COMMAND = "README.md says how to train on a reward of your own"
 class Config(Flags):
     """The flags of this script, beside the shared ones."""
 
-    dataset: str = flag(
-        "stdlib-docstrings",
-        "stdlib-docstrings, a hub id, or a file, glob or URL of .parquet or .jsonl",
+    dataset: str | list[str] = flag(
+        ["stdlib-docstrings"],
+        "stdlib-docstrings, a hub id, or .parquet or .jsonl files, globs, folders or URLs",
     )
     chat_template: Literal["own", "collection"] = flag(
         "own",
@@ -487,12 +488,22 @@ def train_step(
 
 
 def evaluate(model: nn.Module, documents: common.Sequences, step: int, run: Run) -> None:
-    """Log the mean reward on held-out prompts, always with the same random numbers."""
+    """Log the mean reward on held-out prompts, always with the same random numbers.
+
+    Nothing is logged if a signal asks to stop.
+    """
     # The file may be sorted by difficulty, so choose at random.
     shuffled = np.random.default_rng(0).permutation(len(documents.lengths))
     chosen = shuffled[: run.config.eval_prompts].tolist()
-    groups = answer_prompts(model, documents, chosen, run.config.eval_answers, 0, run)
-    mean = np.mean([answer.reward for group in groups for answer in group])
+    number = run.config.sample_prompts * dist.get_world_size()
+    rewards = []
+    for first in range(0, len(chosen), number):
+        some = chosen[first : first + number]
+        groups = answer_prompts(model, documents, some, run.config.eval_answers, 0, run)
+        rewards += [answer.reward for group in groups for answer in group]
+        if run.stops_validation():  # a small all-reduce in CPU memory
+            return
+    mean = np.mean(rewards)
     run.log({"step": step, "validation_reward": mean})
     common.say(f"step {step}: validation reward {mean:.4f}")
 
@@ -979,10 +990,10 @@ def main() -> partial | None:
         os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
 
     # Prompts and random numbers depend on the step number, so a resumed run needs no other state.
-    step, tokens, stopping = progress["step"], progress["tokens"], False
-    if step == 0:
+    step, tokens = progress["step"], progress["tokens"]
+    if step == 0 or run.unvalidated:  # a signal has stopped the validation of this step
         evaluate(model, validation, step, run)
-    while step < config.steps and not stopping:
+    while step < config.steps and not run.stopping:
         step += 1
         started = time.perf_counter()
         batch, sampled = roll_out(model, training, step, run)
@@ -991,16 +1002,17 @@ def main() -> partial | None:
         if reference is not None:
             add_reference(reference, batch, device)
         measured = train_step(model, optimizer, batch, step, config, device)
+        if step == 1:
+            refuse_untrained(model, optimizer)
         tokens += batch.num_targets
         # All ranks learn whether any of them got a signal to stop.
-        [stopping] = max_over_ranks(run.stop_signals)
+        [run.stopping] = max_over_ranks(run.stop_signals)
         run.log_step(step, batch, started, 0.0, aim="reward", tokens=tokens, **sampled, **measured)
         if step % config.eval_every == 0 or step == config.steps:
             evaluate(model, validation, step, run)
-        last = step == config.steps or stopping
+        last = step == config.steps or run.stopping
         if config.checkpoint_every and (last or step % config.checkpoint_every == 0):
-            position = {"step": step, "tokens": tokens, "metrics_bytes": run.metrics.tell()}
-            checkpoints.save(model, optimizer, position)
+            checkpoints.save(model, optimizer, run.position(step, tokens))
     checkpoints.wait()
     # `launch` calls it once the model is gone and the ranks have left the process group.
     return partial(run.finish, step, NEXT_COMMAND)

@@ -34,11 +34,8 @@ LoRA is described in arXiv 2106.09685, NF4 in arXiv 2305.14314, ZeRO-3 in arXiv 
 import math
 import os
 import re
-import shutil
 import time
-import zlib
 from collections import Counter
-from dataclasses import field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -81,6 +78,7 @@ from run import (
     micro_batches_per_rank,
     parse_config,
     refuse_non_finite,
+    refuse_untrained,
     set_learning_rates,
     set_up_gpu,
 )
@@ -103,9 +101,9 @@ class Config(Flags):
         "auto",
         "how the base is kept. auto: as --precision. nf4: adapted layers in 4 bits, the rest bf16",
     )
-    dataset: str = flag(
-        "stdlib-docstrings",
-        "stdlib-docstrings, a hub id, or a file, glob or URL of .parquet or .jsonl",
+    dataset: str | list[str] = flag(
+        ["stdlib-docstrings"],
+        "stdlib-docstrings, a hub id, or .parquet or .jsonl files, globs, folders or URLs",
     )
     chat_template: Literal["own", "collection"] = flag(
         "own",
@@ -145,7 +143,6 @@ class Config(Flags):
         False,
         "reduce-scatter gradients in every micro-batch, not once per step: less memory, more sent",
     )
-    base: str = field(default="", init=False)  # not a flag: see `identify_base`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -239,24 +236,37 @@ class LoraLinear(nn.Linear):
         return outputs + self.lora_B(self.scale * self.lora_A(inputs))  # scale the thin result
 
 
+# Layers whose weight the model multiplies itself, so that an adapter would get no gradient: the
+# time step of Mamba, LongCat's router. PEFT refuses the second layer of Mamba's mixer.
+UNUSUAL = r"dt_proj|classifier|mixer\.out_proj"
+# In an MoE model, PEFT takes these names for parts of the stacked experts. It would not load the
+# adapters of dense layers and shared experts.
+EXPERTS = "gate|gate_proj|up_proj|down_proj|w1|w2|w3"
+
+
 def add_adapters(model: nn.Module, config: Config) -> None:
     """Give the linear layers of the blocks adapters, and freeze all else. Says what it adapts.
 
     What is no nn.Linear stays as it is: stacked experts of MoE models, Conv1D of GPT-2. So does a
-    subclass, whose forward may do more, and what `freeze_unused` froze.
+    subclass, whose forward may do more, what `freeze_unused` froze, and what is named above.
     """
     blocks = transformer_blocks(model)
+    left_out = UNUSUAL
+    if any(".experts." in name for name, _ in blocks.named_parameters()):
+        left_out += "|" + EXPERTS
     layers = {
         name: module
         for name, module in blocks.named_modules()
-        if type(module) is nn.Linear and module.weight.requires_grad
+        if type(module) is nn.Linear
+        and module.weight.requires_grad
+        and not re.search(rf"\.({left_out})$", name)
     }
     kinds = {name.rpartition(".")[2] for name in layers}
     targets = set(config.target or kinds or ["all"])
     if targets - kinds:
         common.refuse(
-            f"--target {min(targets - kinds)}: the blocks of this model have no such nn.Linear "
-            f"layer, but {' '.join(sorted(kinds)) or 'none'}"
+            f"--target {min(targets - kinds)}: the blocks of this model have no such layer to "
+            f"adapt, but {' '.join(sorted(kinds)) or 'none'}"
         )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -295,22 +305,6 @@ def adapters_of(model: nn.Module) -> nn.Module:
                 module = getattr(module, part)
             module.register_parameter(last, parameter)
     return adapters
-
-
-def identify_base(directory: Path) -> str:
-    """Return a hash of the base. A checkpoint lacks the base, so a resumed run must have the same.
-
-    It covers the config, and of each file of weights its size and last million bytes. To read
-    all of a large model would take minutes.
-    """
-    if (directory / "adapter_config.json").exists():
-        common.refuse(f"--init_from {directory} holds adapters; give the base that they belong to")
-    facts = []
-    with common.refusing(f"--init_from {directory}"):
-        for path in sorted([*directory.glob("config.json"), *directory.glob("*.safetensors")]):
-            content = np.memmap(path, mode="r")
-            facts += [path.name, len(content), zlib.crc32(content[-1_000_000:])]
-    return common.fingerprint(facts)
 
 
 # --- The base in 4 bits ---------------------------------------------------------------------------
@@ -560,15 +554,20 @@ def train_step(
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, validation: common.Batches, device: torch.device) -> float:
-    """Return the mean loss per target token in nats, on the same data for every world size."""
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, target tokens
+def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | None:
+    """Return the mean loss per target token in nats, on the same data for every world size.
+
+    None if a signal asks to stop.
+    """
+    total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, target tokens
     model.eval()
     # Forward all-gathers, so each rank gets equally many micro-batches.
     for micro_batch in validation.evaluation(dist.get_rank(), dist.get_world_size()):
-        micro_batch = common.to_device(micro_batch, device)
+        micro_batch = common.to_device(micro_batch, run.device)
         total[0] += model(**micro_batch)
         total[1] += (micro_batch["labels"] != common.IGNORED).sum()
+        if run.stops_validation():  # a small all-reduce in CPU memory
+            return None
     model.train()
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
@@ -667,7 +666,8 @@ def main() -> partial | None:
     accumulation = micro_batches_per_rank(config, ranks)
     if config.init_from is None:
         common.refuse("--init_from is missing: adapters change a pretrained model")
-    config.base = identify_base(Path(config.init_from))
+    if Path(config.init_from, "adapter_config.json").exists():
+        common.refuse(f"--init_from {config.init_from} holds adapters; give their base")
 
     # Tokenizing can take longer than a collective may wait, so do it before the ranks meet.
     tokenizer, answer_format, known_ids = conversations.chat_tokenizer(config, "text")
@@ -700,7 +700,7 @@ def main() -> partial | None:
     default = 1e-2 if model.num_parameters() < 10_000_000 else 2e-4
     set_learning_rates(config, default, ratio=10)  # a high rate ruins what a large model knows
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
-    plan = [*common.PLAN, "base", "base_precision", "rank", "alpha", "target"]
+    plan = [*common.PLAN, "base_precision", "rank", "alpha", "target"]
     # Find out before the model takes memory and time whether this run may start.
     checkpoints = common.Checkpoints(config, run.directory, run.facts, run.save_files, device)
     checkpoint, progress = checkpoints.find(config.resume, plan)
@@ -715,33 +715,38 @@ def main() -> partial | None:
         advise_on_threads()
     run.begin(checkpoints, progress, mesh, accumulation)
     if rank == 0:
-        shutil.rmtree(run.directory / "adapter", ignore_errors=True)  # of fewer steps
+        common.remove(run.directory / "adapter")  # of fewer steps
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
-    step, tokens, stopping = progress["step"], progress["tokens"], False
+    step, tokens = progress["step"], progress["tokens"]
     batches = training.stream(tokens, accumulation, rank, ranks)
-    while step < config.steps and not stopping:
+    if run.unvalidated:  # a signal has stopped the validation of this step
+        loss = evaluate(model, validation, run)
+        run.log_validation(step, loss, validation.bytes_per_target())
+    while step < config.steps and not run.stopping:
         step += 1
         started = time.perf_counter()
         batch = next(batches)
         data_seconds = time.perf_counter() - started
         seed_by_name(config.seed, step, rank)  # for dropout
         measured = train_step(model, optimizer, batch, step, config, device)
+        if step == 1:
+            refuse_untrained(model, optimizer)
         tokens += batch.num_targets
         # All ranks learn the longest wait for data, and whether any of them got a signal to stop.
-        data_seconds, stopping = max_over_ranks(data_seconds, run.stop_signals)
+        data_seconds, run.stopping = max_over_ranks(data_seconds, run.stop_signals)
         run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:
-            loss = evaluate(model, validation, device)
+            loss = evaluate(model, validation, run)
             run.log_validation(step, loss, validation.bytes_per_target())
-        last = step == config.steps or stopping
+        last = step == config.steps or run.stopping
         if config.checkpoint_every and (last or step % config.checkpoint_every == 0):
-            position = {"step": step, "tokens": tokens, "metrics_bytes": run.metrics.tell()}
-            checkpoints.save(adapters, optimizer, position)
+            checkpoints.save(adapters, optimizer, run.position(step, tokens))
     checkpoints.wait()
     # One all-gather for each adapter. They are files of the run, and merged into hf/.
     trained = {name: p.full_tensor().detach().cpu() for name, p in adapters.named_parameters()}
-    if rank == 0 and step >= config.steps and config.checkpoint_every:
+    finished = step >= config.steps and not run.unvalidated
+    if rank == 0 and finished and config.checkpoint_every:
         write_adapter(run, trained)
     read = partial(read_merged, config, trained)
     # `launch` calls it once the model is gone and the ranks have left the process group.

@@ -34,19 +34,18 @@ from common import refuse, refusing, say
 
 # --- Architecture ---------------------------------------------------------------------------------
 
+TINY = {
+    "hidden_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "initializer_range": 0.07,
+    "tie_word_embeddings": True,
+}
 # The architectures that --model knows by name.
 SHAPES = {
-    "tiny": {
-        "model_type": "qwen2",
-        "hidden_size": 192,
-        "intermediate_size": 640,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        "initializer_range": 0.07,
-        "tie_word_embeddings": True,
-    },
+    "tiny": {**TINY, "model_type": "qwen2", "intermediate_size": 640},
     "qwen2-0.5b": {
         "model_type": "qwen2",
         "hidden_size": 896,
@@ -59,20 +58,14 @@ SHAPES = {
         "tie_word_embeddings": True,
     },
     "tiny-moe": {
+        **TINY,
         "model_type": "minimax_m2",
         "bos_token_id": None,  # its own ones are not in small vocabularies
         "eos_token_id": None,
-        "hidden_size": 192,
         "intermediate_size": 320,  # of an expert
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
         "head_dim": 48,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        "initializer_range": 0.07,
-        "tie_word_embeddings": True,
     },
     "qwen3-30b-a3b": {
         "model_type": "qwen3_moe",
@@ -92,24 +85,8 @@ SHAPES = {
     },
 }
 
-# Model types of transformers that train here exactly as with plain transformers, bucketed and
-# packed. tests/test_types.py compares loss and gradients of each.
-BUCKETED_TYPES = """
-    afmoe arcee aria_text axk1 axk2 bailing_hybrid bamba bart beam biogpt bitnet blenderbot
-    blenderbot-small bloom codegen cohere cohere2 cohere2_moe cohere_compass_text ctrl
-    deepseek_v2 deepseek_v3 deepseek_v32 diffllama doge dots1 dots3_note_text ernie4_5
-    ernie4_5_moe exaone exaone4 exaone_moe falcon falcon_mamba flex_olmo flint gemma gemma2
-    gemma3_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite glm_moe_dsa gpt2
-    gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gpt_oss gptj granite granite_swa granitemoe
-    granitemoe_swa granitemoehybrid granitemoeshared helium hrm_text hunyuan_v1_dense
-    hunyuan_v1_moe hy_v3 hy_v4 hyperclovax internlm3 iquestcoder jais2 jamba jetmoe kimi_linear
-    kolibri1 laguna lara_mini lfm2 lfm2_moe lfm3 llama longcat_flash mamba mamba2 marian mbart
-    mellum mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral
-    mixtral moshi mpt mvp nemotron nemotron_h olmo olmo2 olmo3 olmo_hybrid olmoe opt pegasus
-    persimmon phi phi3 phimoe plbart qwen2 qwen2_moe qwen3 qwen3_5_moe_text qwen3_5_text
-    qwen3_moe qwen3_next qwen4_exp_text sarvam_mla sarvam_moe seed_oss smollm3 solar_open
-    stablelm starcoder2 trocr vaultgemma whisper youtu zaya
-"""
+# Model types of transformers that train here exactly as with plain transformers, packed, and
+# bucketed. tests/test_types.py compares loss and gradients of each.
 PACKED_TYPES = """
     afmoe arcee aria_text axk1 beam biogpt bitnet codegen cohere cohere2 cohere2_moe
     cohere_compass_text ctrl deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe
@@ -121,6 +98,15 @@ PACKED_TYPES = """
     phimoe qwen2 qwen2_moe qwen3 qwen3_moe sarvam_mla sarvam_moe seed_oss smollm3 solar_open
     starcoder2 vaultgemma whisper youtu
 """
+ONLY_BUCKETED_TYPES = """
+    axk2 bailing_hybrid bamba bart blenderbot blenderbot-small bloom deepseek_v32 doge
+    dots3_note_text falcon falcon_mamba flint glm_moe_dsa gpt_neo gpt_neox_japanese gpt_oss
+    granite_swa granitemoe_swa granitemoehybrid hy_v4 jamba kimi_linear lara_mini lfm2 lfm2_moe
+    lfm3 mamba mamba2 marian mbart mimo_v2_flash minimax_m3_vl_text mpt mvp nemotron nemotron_h
+    olmo_hybrid pegasus plbart qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text stablelm
+    trocr zaya
+"""
+BUCKETED_TYPES = PACKED_TYPES + ONLY_BUCKETED_TYPES
 # Settings that the loss or the attention below ignores -> the values that change nothing.
 NEUTRAL = {
     "attn_logit_softcapping": [None],

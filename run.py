@@ -49,6 +49,8 @@ from common import Refusal, differences, fingerprint, gather, lost_connection, r
 
 def flag(default: Any, help: str) -> Any:
     """Declare a command-line flag: a dataclass field with a default and a help text."""
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata={"help": help})
     return field(default=default, metadata={"help": help})
 
 
@@ -69,8 +71,8 @@ class Flags:
 
     # data
     tokenizer: str = flag("bytes", "bytes, a tiktoken encoding (gpt2), or a directory or hub id")
-    dataset: str = flag(
-        "stdlib", "stdlib, a hub id, or a .parquet .jsonl .json .txt file, glob or URL"
+    dataset: str | list[str] = flag(
+        ["stdlib"], "stdlib, a hub id, or .parquet .jsonl .json .txt files, globs, folders or URLs"
     )
     dataset_config: str | None = flag(None, "configuration name of a hub dataset")
     dataset_revision: str | None = flag(None, "commit, tag or branch of a hub dataset")
@@ -157,6 +159,8 @@ class Flags:
         multiple = self.pad_to_multiple_of
         if math.ceil(self.max_length / multiple) * multiple > self.micro_batch_tokens:
             raise ValueError("--micro_batch_tokens cannot hold a padded sequence of --max_length")
+        if isinstance(self.dataset, list) and len(self.dataset) == 1:
+            [self.dataset] = self.dataset
         on_gpu = torch.cuda.is_available()
         if self.precision == "auto":
             # GPUs before Ampere only emulate bf16.
@@ -313,6 +317,25 @@ def refuse_non_finite(step: int, loss: float, grad_norm: float) -> None:
         )
 
 
+def refuse_untrained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """End the run if the first step left a parameter without a gradient on all ranks. A collective.
+
+    The optimizer has no state for such a parameter, so no checkpoint could be resumed. Single ranks
+    may lack gradients, as they may lack a shard.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    optimized = [names[p] for group in optimizer.param_groups for p in group["params"]]
+    trained = [names[parameter] for parameter in optimizer.state]
+    of_ranks = zip(*gather((optimized, trained)))
+    optimized, trained = (set().union(*names_of_ranks) for names_of_ranks in of_ranks)
+    nowhere = sorted(optimized - trained)
+    if nowhere:
+        refuse(
+            f"no gradient reaches {', '.join(nowhere[:3])}: freeze what the model does not "
+            "use, or leave layers whose forward it does not call out of --target"
+        )
+
+
 # --- Ranks ----------------------------------------------------------------------------------------
 
 
@@ -435,6 +458,8 @@ class Run:
         self.metrics = open(os.devnull, "ab", buffering=0)  # rank 0 opens another file in `begin`
         self.printed = -math.inf  # when a step was printed last: never
         self.stop_signals = 0  # that this rank has received
+        self.stopping = False  # because any rank has received one
+        self.unvalidated = False  # a stop has cut off the validation of this step
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
         self.peak = (config.peak_tflops or peak_tflops(gpu) or 0) * 1e12
 
@@ -444,6 +469,7 @@ class Run:
         architecture = model.config.to_diff_dict() | {"transformers_version": "", "dtype": ""}
         content = np.bitwise_xor(data["group"], data["lengths"])
         self.facts = vars(config) | {
+            "weights_hash": config.init_from and common.weights_fingerprint(config.init_from),
             "model_hash": fingerprint(architecture),
             "tokenizer_hash": fingerprint(tokenizer.backend_tokenizer.to_str()),
             "data_hash": xxhash.xxh3_128_hexdigest(content),
@@ -499,6 +525,7 @@ class Run:
             f"{config.precision} on {self.world_size} ranks ({mesh}), {work}, "
             f"learning rate {config.learning_rate:g}"
         )
+        self.unvalidated = progress.get("unvalidated", False)
         self.trace(progress["step"])
         # The ranks collect garbage together (`log_step`). Each at a moment of its own, they would
         # wait for one after the other.
@@ -520,7 +547,7 @@ class Run:
             say(f"no file lock here ({error}): take care that no two runs write to one directory")
         common.write_json(self.directory / "config.json", self.facts)
         self.metrics.truncate(progress["metrics_bytes"])
-        shutil.rmtree(f"{self.directory}/hf", ignore_errors=True)  # of fewer steps
+        common.remove(self.directory / "hf")  # of fewer steps
         # The script and the files beside it that it imports, as they run now.
         script = Path(sys.argv[0]).absolute()
         modules = [getattr(module, "__file__", None) for module in sys.modules.values()]
@@ -547,6 +574,24 @@ class Run:
 
     def request_stop(self, *_) -> None:
         self.stop_signals += 1
+
+    def stops_validation(self) -> bool:
+        """Return whether any rank got a signal to stop. A collective.
+
+        If so, the validation ends without a line, and a resumed run does it first.
+        """
+        [self.stopping] = max_over_ranks(self.stop_signals)
+        self.unvalidated = self.stopping > 0
+        return self.unvalidated
+
+    def position(self, step: int, tokens: int) -> dict:
+        """Return what a checkpoint records of the progress."""
+        return {
+            "step": step,
+            "tokens": tokens,
+            "metrics_bytes": self.metrics.tell(),
+            "unvalidated": self.unvalidated,
+        }
 
     def trace(self, step: int) -> None:
         """Profile rank 0 from the first of --trace_steps to the last; `step` is done."""
@@ -602,8 +647,10 @@ class Run:
             )
             self.printed = now
 
-    def log_validation(self, step: int, loss: float, bytes_per_target: float) -> None:
-        """Log a validation, in nats per target token, under its training step."""
+    def log_validation(self, step: int, loss: float | None, bytes_per_target: float) -> None:
+        """Log a validation, in nats per target token, under its training step (None: cut off)."""
+        if loss is None:
+            return
         line = {
             "step": step,
             "validation_loss": loss,
@@ -624,9 +671,9 @@ class Run:
         config, checkpoint = self.config, self.checkpoints.newest
         if config.checkpoint_every == 0:
             say(f"ended after step {step}; no checkpoint and no hf/ (--checkpoint_every 0)")
-        elif step < config.steps:
+        elif step < config.steps or self.unvalidated:
             say(
-                f"stopped after step {step}, saved in {checkpoint}; "
+                f"stopped after step {step}, saved in {checkpoint or 'nothing yet'}; "
                 "rerun the same command with --resume auto to continue"
             )
         elif self.rank == 0:

@@ -48,6 +48,8 @@ PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*
 def default_of(field: dataclasses.Field, script: str) -> str:
     """A flag's default as it would be given on the command line."""
     value = field.default
+    if field.default_factory is not dataclasses.MISSING:
+        [value] = field.default_factory()
     if field.name == "run_dir":  # depends on the program's name
         return "`runs/SCRIPT`"
     word = str(value).lower() if isinstance(value, bool | None) else str(value)

@@ -242,7 +242,8 @@ def build(script: Any, model_config: Any, config: Any, device: Any) -> tuple[Any
 
 def evaluate(script: Any, model: Any, validation: Any, config: Any, device: Any) -> float:
     """Return the mean loss of the validation batches."""
-    return call(script.evaluate, model=model, validation=validation, config=config, device=device)
+    run = SimpleNamespace(config=config, device=device, stops_validation=lambda: False)
+    return script.evaluate(model, validation, run)
 
 
 class Session:

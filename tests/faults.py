@@ -38,6 +38,18 @@ def read_only() -> None:
     raise OSError(errno.EROFS, "Read-only file system")
 
 
+def keep_files() -> None:
+    """Remove no file, as NFS while somebody has it open, and sync none, as some FUSE."""
+
+    def busy(*_: Any, **__: Any) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    def unsupported(_: int) -> None:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    os.unlink, os.fsync = busy, unsupported
+
+
 def stop_a_child() -> None:
     """Fork a child and terminate it, as a `reward` that uses `multiprocessing` does."""
     context = multiprocessing.get_context("fork")
@@ -75,6 +87,7 @@ ACTIONS: dict[str, Callable[[], None]] = {
     "sleep": lambda: time.sleep(10_000),
     "limit file size": limit_file_size,
     "read only": read_only,
+    "keep files": keep_files,
     "change directory": lambda: os.chdir("/"),
     "stop a child": stop_a_child,
     "say memory": say_memory,

@@ -159,7 +159,7 @@ def run(flags: dict[str, Any], device: torch.device) -> dict[str, Any]:
     logged: list = []
     plumbing = SimpleNamespace(
         config=config, tokenizer=tokenizer, model_config=model_config, device=device,
-        stop_signals=0, log=logged.append,
+        stop_signals=0, stops_validation=lambda: False, log=logged.append,
     )  # fmt: skip
     measured = []
     clip = mock.patch.object(

@@ -66,10 +66,10 @@ def train(case: str, flags: dict) -> dict:
     adapters = script.adapters_of(model)
     seen["before"] = {name: full(p) for name, p in adapters.named_parameters()}
     seen["rows"] = [p.to_local().shape[0] for p in adapters.parameters()]
-    seen["start"] = seen["base"] = script.evaluate(model, validation, CPU)
+    seen["start"] = seen["base"] = shared.evaluate(script, model, validation, config, CPU)
     if not config.compile:  # graphs would keep the forward that they were made of
         forward, script.LoraLinear.forward = script.LoraLinear.forward, without_adapters
-        seen["base"] = script.evaluate(model, validation, CPU)
+        seen["base"] = shared.evaluate(script, model, validation, config, CPU)
         script.LoraLinear.forward = forward
     rank, ranks = dist.get_rank(), dist.get_world_size()
     batches = training.stream(0, micro_batches_per_rank(config, ranks), rank, ranks)
@@ -79,7 +79,7 @@ def train(case: str, flags: dict) -> dict:
         seen["norms"].append(measured["grad_norm"])
     seen["graphs"] = compiled["unique_graphs"]
     seen["after"] = {name: full(p) for name, p in adapters.named_parameters()}
-    seen["validation"] = script.evaluate(model, validation, CPU)
+    seen["validation"] = shared.evaluate(script, model, validation, config, CPU)
     seen["frozen as before"] = all(common.gather(frozen == digest(model)))
     frozen_gradients = [p.grad for p in model.parameters() if not p.requires_grad]
     seen["frozen gradients"] = sum(gradient is not None for gradient in frozen_gradients)

@@ -230,27 +230,37 @@ def test_stdlib_corpus_holds_the_functions_of_the_standard_library():
     assert inspect.getsource(textwrap.TextWrapper) in found
 
 
-def test_an_edited_function_tokenizes_again(tmp_path, monkeypatch, corpus):
-    """datasets knows a function of a module by its name alone, so its source is in the key.
-
-    The functions that it calls are not, so whoever edits one of these raises CACHE_VERSION.
-    """
+def test_an_edit_tokenizes_again(tmp_path, monkeypatch, corpus):
+    """Of the file of the function, also of what it calls, or of a module that the file imports."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
-    def first_tokens(end: int) -> list[int]:
-        source = f"def tokenize(row, tokenizer):\n    return [5, 6, {end}], [1, 1, 1], '', 1\n"
-        (tmp_path / "own_corpus.py").write_text(source)
-        sys.modules.pop("own_corpus", None)
+    def first_tokens(end: int, more: int) -> list[int]:
+        (tmp_path / "own_reader.py").write_text(f"LAST = {more}\n")
+        (tmp_path / "own_corpus.py").write_text(
+            f"import own_reader\n\n\ndef called():\n    return [5, {end}, own_reader.LAST]\n\n\n"
+            "def tokenize(row, tokenizer):\n    return called(), [1, 1, 1], '', 1\n"
+        )
+        for name in ("own_corpus", "own_reader"):
+            sys.modules.pop(name, None)
         importlib.invalidate_caches()
         function = importlib.import_module("own_corpus").tokenize
         return load(corpus, function=function).read(0)[0].tolist()
 
-    assert [first_tokens(1), first_tokens(22)] == [[5, 6, 1], [5, 6, 22]]
-    tokenized.clear()
-    for version in (-1, -2):
-        monkeypatch.setattr(common, "CACHE_VERSION", version)
-        load(corpus, function=counting_tokenizer)
-    assert len(tokenized) == 600
+    for numbers in ((1, 6), (22, 6), (22, 17)):
+        assert first_tokens(*numbers) == [5, *numbers]
+
+
+def test_an_edited_generator_is_run_again(tmp_path, monkeypatch):
+    """datasets knows a function of a module by its name alone."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for text in ("one", "another"):
+        source = f"def generate(files):\n    yield {{'text': '{text}'}}\n"
+        (tmp_path / "own_texts.py").write_text(source)
+        sys.modules.pop("own_texts", None)
+        importlib.invalidate_caches()
+        corpora = {"own": importlib.import_module("own_texts").generate}
+        rows = common.open_dataset(data_config(dataset="own"), ["text"], corpora)
+        assert {*rows["text"]} == {text}  # once for each file
 
 
 FORMS = ["data.parquet", "data.jsonl", "data.json", "data.txt", "part*.jsonl"]

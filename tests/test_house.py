@@ -88,7 +88,6 @@ PARTS = {
 VARIANTS = {
     "checkpoints.save(adapters,": "checkpoints.save(model,",
     "dp_rank, dp_size)": "rank, ranks)",
-    "evaluate(model, validation, config, device)": "evaluate(model, validation, device)",
 }
 # Lines that a script of by_hand/ may have, with docstring, imports and the model.
 BY_HAND = {f"by_hand/{name}.py": 120 for name in ("ddp", "fsdp", "tensor", "sequence", "pipeline")}

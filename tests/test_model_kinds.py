@@ -14,6 +14,7 @@ import common
 import fsdp1_pretrain
 import fsdp2_pretrain
 import model as shared_model
+import run
 
 # Flags for one rank.
 ALONE = {
@@ -126,3 +127,18 @@ def test_more_lengths_than_torch_expects_are_still_compiled(monkeypatch):
         block(torch.zeros(length, 2))
     torch._dynamo.reset()
     assert len(graphs) == 300
+
+
+def test_a_parameter_that_no_rank_trains_ends_the_run(monkeypatch):
+    """A single rank may lack a gradient, and the optimizer may lack parameters of the model."""
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(1, 1, bias=False) for name in "abc"})
+    model["c"].requires_grad_(False)
+    optimizer = torch.optim.AdamW([model["a"].weight, model["b"].weight])
+    model["a"](torch.ones(1)).sum().backward()
+    optimizer.step()
+    other = (["a.weight", "b.weight"], ["b.weight"])
+    monkeypatch.setattr(run, "gather", lambda value: [value, other])
+    run.refuse_untrained(model, optimizer)
+    monkeypatch.setattr(run, "gather", lambda value: [value, value])
+    with pytest.raises(common.Refusal, match="^no gradient reaches b.weight: "):
+        run.refuse_untrained(model, optimizer)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,6 +72,26 @@ def test_a_document_begins_as_the_tokenizer_begins_a_text(tmp_path, template):
     assert tokens.tolist() == [*bos, *b"a<bos>b", 258]
     plain = AutoTokenizer.from_pretrained(tmp_path)
     assert tokens[:2].tolist() == plain("ab")["input_ids"][:2] or not bos
+
+
+@pytest.mark.parametrize("asked", [True, False, None])
+@pytest.mark.parametrize("template", ["<bos> $A", "$A"])
+def test_add_bos_token_is_obeyed(tmp_path, template, asked):
+    """Where it is not what tokenizer.json does. AutoTokenizer reads the same from a run's hf/."""
+    tokenizer = copy.deepcopy(common.load_tokenizer("bytes"))
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    processor = processors.TemplateProcessing(single=template, special_tokens=[("<bos>", 257)])
+    tokenizer.backend_tokenizer.post_processor = processor
+    tokenizer.save_pretrained(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    settings = json.loads(file.read_text()) | ({} if asked is None else {"add_bos_token": asked})
+    file.write_text(json.dumps(settings))
+    loaded = common.load_tokenizer(str(tmp_path))
+    ids = [257] * (template != "$A" if asked is None else asked) + [*b"ab"]
+    assert common.encode_text("ab", loaded).tolist() == ids
+    common.save_tokenizer(loaded, tmp_path / "hf")
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf")("ab")["input_ids"] == ids
+    assert common.encode_text("ab", common.load_tokenizer(str(tmp_path / "hf"))).tolist() == ids
 
 
 # --- Weights --------------------------------------------------------------------------------------
@@ -153,3 +174,26 @@ def test_a_head_under_a_tied_config_is_refused(tmp_path):
     embedding = tensors["model.embed_tokens.weight"]
     save_file(tensors | {"lm_head.weight": embedding + 1}, tmp_path / "model.safetensors")
     assert "it has a lm_head.weight" in refused(load, tmp_path)
+
+
+def test_weights_are_known_by_their_files(tmp_path, monkeypatch):
+    """Of large ones, the first and the last MiB. The file is sparse."""
+    monkeypatch.setattr(common, "gather", lambda value: ["of another node", value])
+    monkeypatch.setattr(common.dist, "get_rank", lambda: 1)
+    known = partial(common.weights_fingerprint, str(tmp_path))
+    (tmp_path / "a.safetensors").write_bytes(bytes(3 * 2**20))
+    (tmp_path / "config.json").write_text("{}")
+    seen = [known()]
+    (tmp_path / "config.json").unlink()
+    assert known() == seen[0]
+    for size, place in ((3, 1.5), (1024, 0.5), (1024, 1023.5), (1024, 512)):  # MiB
+        with open(tmp_path / "a.safetensors", "r+b") as file:
+            file.truncate(size * 2**20)
+            file.seek(int(place * 2**20))
+            file.write(b"1")
+        seen.append(known())
+    assert len({*seen}) == 4 and seen[-1] == seen[-2]
+    (tmp_path / "a.safetensors").rename(tmp_path / "b.safetensors")
+    assert known() not in seen
+    (tmp_path / "b.safetensors").write_bytes(b"")
+    assert refused(known).startswith(f"cannot read {tmp_path}: ")
