@@ -326,7 +326,7 @@ def open_dataset(config: Any, corpora: dict) -> datasets.Dataset:
 
 # Part of the cache key. NOTE: raise it when you change what the cache holds. The key also has the
 # source of the function that tokenizes a document, but not of the functions that this one calls.
-CACHE_VERSION = 5
+CACHE_VERSION = 6
 
 
 def tokenize_text(row: dict, tokenizer: Tokenizer) -> tuple:
@@ -338,6 +338,7 @@ def tokenize_text(row: dict, tokenizer: Tokenizer) -> tuple:
         group: documents with equal groups go to the same side of the split. Here those are equal
             texts; in fine-tuning, all answers to one prompt.
         num_bytes: of the text, for bits per byte; 0 for conversations.
+        note (not here): why only a part of a document is trained on, or "".
 
     Raises:
         LeftOut: why the document is left out.
@@ -357,22 +358,21 @@ def tokenize(
     function: Callable,
     tokenizer: Tokenizer,
     dtype: np.dtype,
-    **arguments: Any,
 ) -> pyarrow.Table:
     """Return what the cache holds of a batch of rows, as a table, with token ids of this type.
 
     Args:
         batch: the rows as columns, name -> list of values.
-        arguments: more arguments of `function`.
     """
     documents = []
     for values in zip(*batch.values()):  # fails for text that is not UTF-8
         tokens = in_loss = []
-        group = left_out = ""
+        group = left_out = note = ""
         num_bytes = 0
         try:
             row = parse_row(dict(zip(batch, values)), columns)
-            tokens, in_loss, group, num_bytes = function(row, tokenizer, **arguments)
+            tokens, in_loss, group, num_bytes, *notes = function(row, tokenizer)
+            note = "".join(notes)
         except LeftOut as reason:
             left_out = str(reason)
         documents.append(
@@ -384,6 +384,7 @@ def tokenize(
                 "num_bytes": num_bytes,
                 "group": int(fingerprint(group)[:7], 16),  # 28 bits
                 "left_out": left_out,
+                "note": note,
             }
         )
     return pyarrow.Table.from_pylist(documents)
@@ -394,7 +395,16 @@ def parse_row(row: dict, columns: list) -> dict:
     # A reader of whole columns would guess one type for all rows.
     if JSON in row:
         row = parse_json(row[JSON].removeprefix("\ufeff"))  # a byte order mark
+    else:
+        row = drop_nulls(row)
     return {name: row[name] for name in columns if isinstance(row, dict) and name in row}
+
+
+def drop_nulls(value: Any) -> Any:
+    """Return a value without nulls: Parquet gives each object the keys of all others."""
+    if isinstance(value, dict):
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    return list(map(drop_nulls, value)) if isinstance(value, list) else value
 
 
 def parse_json(text: str) -> Any:
@@ -410,7 +420,6 @@ def cache_key(
     columns: list,
     function: Callable,
     tokenizer: Tokenizer,
-    arguments: Any,
 ) -> str:
     """Return a hash of all that the tokens of a corpus depend on.
 
@@ -422,7 +431,6 @@ def cache_key(
         CACHE_VERSION,
         columns,
         inspect.getsource(function),
-        arguments,
         tokenizer.special_tokens_map,
         tokenizer.chat_template,
         tokenizer.backend_tokenizer.to_str(),
@@ -435,7 +443,6 @@ def load_documents(
     function: Callable,
     tokenizer: Tokenizer,
     corpora: dict = CORPORA,
-    **arguments: Any,
 ) -> datasets.Dataset:
     """Tokenize --dataset with several processes, once for all runs and all --max_length.
 
@@ -446,15 +453,17 @@ def load_documents(
         columns: those to read if they are there.
         function: a module-level function as `tokenize_text`.
         corpora: name -> generator of documents, for names of --dataset that are no files.
-        arguments: more arguments of `function`, which are pickled for other processes.
     """
     corpus = open_dataset(config, corpora)
     present = [column for column in [JSON, *columns] if column in corpus.column_names]
     if not present:
         names = " or ".join(columns[:4])
         refuse(f"--dataset {config.dataset} has no column {names}: {corpus.column_names}")
+    found_columns = corpus.column_names
+    if JSON in present:
+        found_columns = columns_of_lines(corpus[:100][JSON])
     corpus = corpus.select_columns(present)
-    key = cache_key(corpus, columns, function, tokenizer, arguments)
+    key = cache_key(corpus, columns, function, tokenizer)
     # macOS cannot tell which CPUs a process may use.
     num_cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     # The first rank of a node does the work, and the others wait and read the cache. This happens
@@ -473,15 +482,32 @@ def load_documents(
                 "function": function,
                 "tokenizer": tokenizer,
                 "dtype": np.min_scalar_type(vocabulary_size(tokenizer) - 1),  # holds all ids
-                **arguments,
             },
             new_fingerprint=key,
             num_proc=min(num_cpus, len(corpus) // 1000),
         )
-    for found in documents.data["left_out"].value_counts().to_pylist():
-        if found["values"]:
-            say(f"{found['counts']:,} documents are left out, because they {found['values']}")
+    reasons = {"": 0}
+    for column, what in ("note", "trained in part"), ("left_out", "left out"):
+        reasons = {each["values"]: each["counts"] for each in documents.data[column].value_counts().to_pylist()}
+        for reason in filter(None, reasons):
+            say(f"{reasons[reason]:,} documents are {what}, because they {reason}")
+    if reasons and "" not in reasons:
+        refuse(
+            f"--dataset {config.dataset}: all rows are left out, most of them because they "
+            f"{max(reasons, key=reasons.get)}. Their columns are {', '.join(found_columns)}; "
+            "docs/data.md lists what is read"
+        )
     return documents
+
+
+def columns_of_lines(lines: list[str]) -> list[str]:
+    """Return the keys of lines of JSON."""
+    keys = {}
+    for line in lines:
+        with contextlib.suppress(LeftOut):
+            row = parse_json(line)
+            keys |= dict.fromkeys(row if isinstance(row, dict) else {})
+    return list(keys)
 
 
 @dataclasses.dataclass
@@ -549,7 +575,7 @@ def train_validation_split(
     if not len(training):
         refuse(
             "--dataset has fewer than two different documents with target tokens: see above "
-            "what is left out, and whether its columns have the names that this script reads"
+            "what is left out"
         )
     enough = 1 + np.searchsorted(held_out.lengths.cumsum(), validation_tokens)
     return Sequences(documents, training), Sequences(documents, held_out[:enough])
