@@ -486,16 +486,18 @@ def load_documents(
             new_fingerprint=key,
             num_proc=min(num_cpus, len(corpus) // 1000),
         )
-    reasons = {"": 0}
+    reasons = {}
     for column, what in ("note", "trained in part"), ("left_out", "left out"):
-        reasons = {each["values"]: each["counts"] for each in documents.data[column].value_counts().to_pylist()}
-        for reason in filter(None, reasons):
-            say(f"{reasons[reason]:,} documents are {what}, because they {reason}")
+        counts = documents.data[column].value_counts().to_pylist()
+        reasons = {each["values"]: each["counts"] for each in counts}
+        for reason, count in reasons.items():
+            if reason:
+                say(f"{count:,} documents are {what}, because they {reason}")
     if reasons and "" not in reasons:
         refuse(
-            f"--dataset {config.dataset}: all rows are left out, most of them because they "
-            f"{max(reasons, key=reasons.get)}. Their columns are {', '.join(found_columns)}; "
-            "docs/data.md lists what is read"
+            f"--dataset {config.dataset} has fewer than two different documents with target "
+            f"tokens: all are left out, most because they {max(reasons, key=reasons.get)}. "
+            f"Its columns are {', '.join(found_columns)}; docs/data.md lists what is read"
         )
     return documents
 

@@ -110,20 +110,20 @@ def flags_of(name: str, template: str = "own") -> SimpleNamespace:
 
 
 def tune_with(folder: Path, template: str) -> tuple:
-    """Return what `chat_tokenizer` makes of a template: tokenizer, answer format, known ids."""
+    """Return what `chat_tokenizer` makes of a template: tokenizer, end of a turn, known ids."""
     return chat_tokenizer(flags_of(save_template(folder, template)), "new tokens")
 
 
 def encode(made: tuple, messages: list) -> tuple[np.ndarray, np.ndarray]:
     """Return ids and loss mask of a conversation with every answer in the loss."""
-    tokenizer, answer_format, _ = made
-    found = conversations.find_answers(tokenizer, messages, 0, answer_format.header)
-    return fsdp2_sft.encode(tokenizer, *found)
+    tokenizer, *_ = made
+    text, spans, _ = conversations.find_answers(tokenizer, messages, 0, tools=[])
+    return fsdp2_sft.encode(tokenizer, text, spans)
 
 
 def in_loss(row: dict, made: tuple) -> str:
-    tokenizer, answer_format, _ = made
-    ids, mask, *_ = fsdp2_sft.tokenize_conversation(row, tokenizer, answer_format.header)
+    tokenizer, *_ = made
+    ids, mask, *_ = fsdp2_sft.tokenize_conversation(row, tokenizer)
     return tokenizer.decode(ids[mask])
 
 
@@ -346,8 +346,8 @@ def test_a_float_as_reference_is_left_out():
 def test_a_prompt_is_what_stands_before_the_answer(name, tmp_path):
     """Also with [INST], where no generation prompt is needed."""
     folder = save_template(tmp_path, plain(TEMPLATES[name]))
-    made, answer_format, _ = chat_tokenizer(flags_of(folder), "known tokens")
-    assert made.decode([answer_format.turn_end]) == ENDS[name].strip()
+    made, turn_end, _ = chat_tokenizer(flags_of(folder), "known tokens")
+    assert made.decode([turn_end]) == ENDS[name].strip()
     tokens, in_reference, *_ = fsdp2_grpo.tokenize_prompt({"prompt": "a", "answer": "b"}, made)
     prompt = made.decode(tokens[~in_reference])
     trained = chat_tokenizer(flags_of(folder), "new tokens")
@@ -374,11 +374,11 @@ def test_the_export_samples_like_the_base_model(marks, base, tmp_path):
     """And ends where the base model ends, also with settings that transformers would not save: a
     temperature without sampling."""
     config = SimpleNamespace(model=base, tokenizer=base, chat_template="own")
-    made, answer_format, _ = chat_tokenizer(config, marks)
+    made, turn_end, _ = chat_tokenizer(config, marks)
     eot, eos = made.convert_tokens_to_ids(["<|eot_id|>", "</s>"])
 
     def settings() -> dict:
-        found = conversations.base_generation(config, made, answer_format.turn_end)
+        found = conversations.base_generation(config, made, turn_end)
         found.to_json_file(tmp_path / "written.json")
         return json.loads((tmp_path / "written.json").read_text())
 
@@ -393,8 +393,8 @@ def test_the_export_samples_like_the_base_model(marks, base, tmp_path):
 
 def test_an_answer_ends_with_any_of_the_end_tokens(monkeypatch, base):
     """It samples no further, and gets its reward."""
-    made, answer_format, _ = chat_tokenizer(flags_of(base), "known tokens")
-    ends = [256, 300, answer_format.turn_end]
+    made, turn_end, _ = chat_tokenizer(flags_of(base), "known tokens")
+    ends = [256, 300, turn_end]
     run = SimpleNamespace(tokenizer=made, model_config=SimpleNamespace(eos_token_id=ends))
     monkeypatch.setattr(fsdp2_grpo, "reward", lambda prompt, answer, reference: 1 + len(answer))
     one = np.array([65], np.uint32)

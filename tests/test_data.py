@@ -541,7 +541,6 @@ def embedded(corpus: str) -> common.Sequences:
         fsdp2_sft.tokenize_conversation,
         tokenizer,
         conversations.CORPORA,
-        header="",
     )
     return conversations.truncate(common.train_validation_split(documents, math.inf)[0], 2048)
 

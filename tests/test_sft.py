@@ -97,7 +97,7 @@ CONVERSATIONS = {
 
 
 def chat_tokenizer(name: str, template: str = "own") -> tuple:
-    """Return tokenizer, answer format and first new id, from the flags that are read."""
+    """Return tokenizer, end of a turn and first new id, from the flags that are read."""
     config = SimpleNamespace(tokenizer=name, chat_template=template)
     return conversations.chat_tokenizer(config, "new tokens")
 
@@ -135,15 +135,15 @@ def encode(made: tuple, messages: list) -> tuple[np.ndarray, np.ndarray]:
 
     made: of `chat_tokenizer`.
     """
-    tokenizer, answer_format, _ = made
-    found = conversations.find_answers(tokenizer, messages, 0, answer_format.header)
-    return fsdp2_sft.encode(tokenizer, *found)
+    tokenizer, *_ = made
+    text, spans, _ = conversations.find_answers(tokenizer, messages, 0, tools=[])
+    return fsdp2_sft.encode(tokenizer, text, spans)
 
 
 def tokenize(row: dict, made: tuple) -> tuple[str, str]:
     """Return a row as the script reads it, as text: all of it, and what is in the loss."""
-    tokenizer, answer_format, _ = made
-    ids, in_loss, *_ = fsdp2_sft.tokenize_conversation(row, tokenizer, answer_format.header)
+    tokenizer, *_ = made
+    ids, in_loss, *_ = fsdp2_sft.tokenize_conversation(row, tokenizer)
     return tokenizer.decode(ids), tokenizer.decode(ids[in_loss])
 
 
@@ -172,8 +172,8 @@ def test_ids_and_mask_are_those_of_transformers(chat, base, template, tmp_path, 
     if base == "gpt2":
         request.getfixturevalue("gpt2_vocabulary")
     made = chat(base, template)
-    tokenizer, answer_format, _ = made
-    assert tokenizer.decode([answer_format.turn_end]) == ("<|eot|>" if template else "<|im_end|>")
+    tokenizer, turn_end, _ = made
+    assert tokenizer.decode([turn_end]) == ("<|eot|>" if template else "<|im_end|>")
     assert tokenizer.eos_token == ("<|endoftext|>" if template else "<|im_end|>")
     tokenizer.save_pretrained(tmp_path)
     exported = AutoTokenizer.from_pretrained(tmp_path)
@@ -214,7 +214,7 @@ def test_all_bytes_of_a_character_are_in_the_loss(tmp_path):
 {{- m.content -}}{%- endgeneration -%}{%- else -%}{{- m.content -}}{%- endif -%}
 {{- '<|eot|>' -}}{%- endfor -%}"""
     tokenizer = common.load_tokenizer(save_base(tmp_path, None, outside, ("<|eot|>",)))
-    made = tokenizer, conversations.AnswerFormat("", None), 0
+    made = tokenizer, None, 0
     for answer in ("café", "漢", "🙂", "a🙂", "x"):
         ids, in_loss = encode(made, said(("user", "é🙂"), ("assistant", answer)))
         assert tokenizer.decode(ids[in_loss]) == answer
@@ -312,8 +312,8 @@ def test_the_end_of_a_turn_is_the_last_token_in_the_loss(tmp_path):
         tokenizer.add_tokens(["\n", "\n\n"])
 
     base = save_base(tmp_path / "gemma", newlines, GEMMA, ("<turn>", "<|eot|>"))
-    made = tokenizer, answer_format, _ = chat_tokenizer(base)
-    assert tokenizer.decode([answer_format.turn_end]) == "<|eot|>"
+    made = tokenizer, turn_end, _ = chat_tokenizer(base)
+    assert tokenizer.decode([turn_end]) == "<|eot|>"
     ids, in_loss = encode(made, CONVERSATIONS["one turn"])
     assert tokenizer.decode(ids[in_loss]) == "4<|eot|>\n"
     assert tokenizer.convert_tokens_to_ids("\n") == 259 == ids[-1]
@@ -419,14 +419,13 @@ FORMS = {
 
 def documents_of(path, made: tuple | None = None) -> common.Sequences:
     """Call `load_documents` as the script does."""
-    tokenizer, answer_format, _ = made or chat_tokenizer("bytes")
+    tokenizer, turn_end, _ = made or chat_tokenizer("bytes")
     documents = common.load_documents(
         data_config(dataset=str(path)),
         conversations.COLUMNS,
         fsdp2_sft.tokenize_conversation,
         tokenizer,
         conversations.CORPORA,
-        header=answer_format.header,
     )
     return all_of(documents)
 
@@ -577,10 +576,15 @@ def test_a_validation_set_that_truncation_empties_is_refused(tmp_path):
 
 
 def test_data_without_conversations_is_refused(tmp_path):
-    texts = documents_of(write(tmp_path / "a.jsonl", [{"text": "a", "thing": None}] * 3))
-    assert "whether its columns have the names" in refused(split, texts)
-    nothing = documents_of(write(tmp_path / "none.jsonl", [{"messages": ["a", "b"]}] * 3))
-    assert "fewer than two different documents" in refused(split, nothing)
+    """The line names the columns of a .jsonl, the commonest reason and the page."""
+    rows = [{"reply": "a", "meta": None}] * 3 + [{"messages": ["a"]}]
+    line = refused(documents_of, write(tmp_path / "a.jsonl", rows))
+    assert "fewer than two different documents" in line and "because they hold no answer" in line
+    assert line.endswith("Its columns are reply, meta, messages; docs/data.md lists what is read")
+    # Where another thing is the reason, it is named.
+    rows = [{"messages": said(("user", "<|im_end|>"), ("assistant", "b"))}] * 3
+    line = refused(documents_of, write(tmp_path / "b.jsonl", rows))
+    assert "most because they spell out a special token" in line
 
 
 @pytest.mark.drill
