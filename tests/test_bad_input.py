@@ -167,7 +167,7 @@ CASES = {
     "broken json": ({"dataset": "FOLDER/broken.jsonl"}, "fewer than two different documents"),
     "broken parquet": ({"dataset": "FOLDER/broken.parquet"}, "cannot be read"),
     "missing column": ({"text_column": "body"}, "they hold no text. " + COLUMNS),
-    "no conversations": ({"script": "fsdp2_sft"}, "fewer than two .*hold no answer.*\\. " + COLUMNS),
+    "no conversations": ({"script": "fsdp2_sft"}, "fewer than two .* no answer.* " + COLUMNS),
     "no chat template": (PROMPTS | {"script": GRPO}, "fine-tune the model with fsdp2_sft.py first"),
     "no prompts": (CHAT, "hold no prompt. " + COLUMNS),
     "more than all prompts": (
