@@ -153,6 +153,9 @@ def test_a_template_without_tags_trains_as_with_tags_put_in_by_hand(name, tmp_pa
         wanted = np.array(expected["assistant_masks"], bool)
         if name == "end of text":
             wanted[-1] = True  # the end of the text is in the loss too
+        if name == "drops thoughts" and "think" in str(messages):
+            # An answer is not trained without its thought.
+            wanted[: np.flatnonzero(wanted & ~np.roll(wanted, 1))[-1]] = False
         assert (
             ids.tolist()
             == expected["input_ids"]
@@ -255,6 +258,36 @@ READ = {  # a row -> its messages
     "tools are context": (
         {"messages": [ONE[0], {"role": "observation", "content": "x"}, ONE[1]]},
         [ONE[0], {"role": "tool", "content": "x"}, ONE[1]]),
+    "both forms": (
+        {"messages": [m | {"from": None, "value": None} for m in ONE]}, ONE),
+    "ShareGPT's form in a file of both": (
+        {"messages": [{"from": "human", "value": "a", "role": None, "content": None}, ONE[1]]},
+        ONE),
+    "flags of a question": (
+        {"messages": [ONE[0] | {"weight": 0, "train": False}, ONE[1] | {"weight": 1}]}, ONE),
+    "words about the mode": ({"messages": ONE, "reasoning": "off", "thinking": None}, ONE),
+    "metadata": ({"messages": ONE, "score": 0.1, "source": {"url": "x"}}, ONE),
+    "system_prompt": ({"messages": ONE, "system_prompt": "s"}, SYSTEM + ONE),
+    "instruction": ({"instruction": "a", "input": "", "output": "b"}, ONE),
+    "instruction and input": (
+        {"instruction": "a", "input": "x", "output": "b"},
+        said(("user", "a\n\nx"), ("assistant", "b"))),
+    "question": ({"question": "a", "answer": "b"}, ONE),
+    "answer beside the messages": (
+        {"messages": [*ONE, ONE[0]], "completion": "c"},
+        [*ONE, ONE[0], {"role": "assistant", "content": "c"}]),
+    "thought": (
+        {"messages": [ONE[0], ONE[1] | {"thinking": "hm", "reasoning": "hm"}]},
+        [ONE[0], ONE[1] | {"reasoning_content": "hm"}]),
+    "calls": (
+        {"messages": [ONE[0], {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": null}'}},
+            {"name": "g", "arguments": {"y": [1]}}]},
+            {"role": "tool", "content": "r", "tool_call_id": "c", "name": "f"}]},
+        [ONE[0], {"role": "assistant", "content": "", "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": None}}},
+            {"type": "function", "function": {"name": "g", "arguments": {"y": [1]}}}]},
+            {"role": "tool", "content": "r", "name": "f", "tool_call_id": "c"}]),
     "for training": ({"messages": [ONE[0], ONE[1] | {"weight": 1.0, "masked": False}],
                       "train": "True", "loss_mask": 1}, ONE),
 }  # fmt: skip
@@ -263,7 +296,8 @@ READ = {  # a row -> its messages
 @pytest.mark.parametrize("name", READ)
 def test_messages_are_read(name):
     row, messages = READ[name]
-    start = messages.index(ONE[1]) if "completion" in row else 0
+    is_pair = {"completion", "output", "question"} & {*row}
+    start = len(messages) - 1 if is_pair else 0
     assert conversations.read_conversation(row) == (messages, start)
 
 
@@ -296,9 +330,37 @@ LEFT_OUT = [
     ({"messages": [ONE[0], ONE[1] | {"content": [{"type": "thinking", "text": "b"}]}]}, "text"),
     ({"messages": [ONE[0], ONE[1] | {"content": [{"type": "image", "text": None}]}]}, "text"),
     ({"messages": [ONE[0], ONE[1] | {"content": ["b"]}]}, "text"),
+    ({"messages": [ONE[0], ONE[1] | {"tool_calls": [{"id": "f"}]}]}, "a call without a name"),
+    ({"messages": [ONE[0], ONE[1] | {"tool_calls": 4}]}, "a call without a name"),
+    ({"messages": [ONE[0], ONE[1] | {"tool_calls": [{"name": "f", "arguments": "x"}]}]}, "JSON"),
+    ({"messages": [ONE[0], ONE[1] | {"tool_calls": [{"name": "f", "arguments": [1]}]}]}, "no obj"),
     (
-        {"messages": [ONE[0], ONE[1] | {"tool_calls": [{"name": "f"}]}]},
-        "more than text: tool_calls",
+        {"messages": [ONE[0], ONE[1] | {"tool_calls": [{"name": "f", "parameters": {"a": 1}}]}]},
+        "more than text: parameters",
+    ),
+    ({"messages": [ONE[0] | {"tool_calls": [{"name": "f"}]}, ONE[1]]}, "text: tool_calls"),
+    ({"messages": [ONE[0] | {"thinking": "hm"}, ONE[1]]}, "more than text: thinking"),
+    ({"messages": [ONE[0], ONE[1] | {"thinking": ["hm"]}]}, "a thought that is not text"),
+    ({"messages": [ONE[0], ONE[1] | {"thinking": "hm", "reasoning": "oh"}]}, "more than one of"),
+    ({"messages": [ONE[0], ONE[1] | {"value": "c"}]}, "more than one of content, value"),
+    ({"messages": [ONE[0], ONE[1] | {"train_detail": [{"train": False}]}]}, "text: train_detail"),
+    ({"messages": [ONE[0], ONE[1] | {"reasoning_details": [{"a": 1}]}]}, "reasoning_details"),
+    ({"messages": ONE, "reasoning": "hm"}, "a thought beside the messages"),
+    ({"messages": ONE, "kto_tag": False}, "a label that says .* bad"),
+    ({"messages": ONE, "label": 0.0}, "a label that says .* bad"),
+    ({"messages": ONE, "system": "s", "system_prompt": "t"}, "more than one of system"),
+    ({"messages": ONE, "documents": ["d"]}, "more than text: documents"),
+    ({"messages": ONE, "sample_weight": 0.5}, "not for training"),
+    ({"question": "a", "answer": "b", "choices": ["x"]}, "more than text: choices"),
+    ({"instruction": "a", "input": {"b": 1}, "output": "c"}, "more than text: b"),
+    *(
+        ({"messages": [ONE[0], ONE[1] | {"content": [{"type": kind, "text": "b"} | more]}]}, why)
+        for kind, more, why in (
+            ("reasoning_text", {}, "a part that is not text"),
+            ("text", {"train": False}, "not for training, or only in part: train"),
+            ("text", {"weight": 0}, "not for training, or only in part: weight"),
+            ("text", {"annotations": ["x"]}, "more than text: annotations"),
+        )
     ),
     ({"messages": ONE, "images": [{"path": "x.png"}]}, "more than text: images"),
     ({"messages": "no JSON"}, "are broken JSON"),
@@ -311,6 +373,19 @@ LEFT_OUT = [
 def test_what_is_no_example_is_left_out_with_a_reason(row, why):
     with pytest.raises(LeftOut, match=why):
         conversations.read_conversation(row)
+
+
+def test_tools_are_read():
+    """As a list or as JSON texts, with and without what wraps a function."""
+    function = {"name": "f", "parameters": {"type": "object", "default": None}}
+    wrapped = [{"type": "function", "function": function}]
+    for tools in (wrapped, [function], json.dumps(wrapped), [json.dumps(function)], function):
+        assert conversations.read_tools({"tools": tools}) == wrapped
+    for tools in (None, [], "[]", "", {}, [None]):
+        assert conversations.read_tools({"tools": tools}) == []
+    for tools in (["f"], [5], 5, [{"parameters": {"type": "object"}}]):
+        with pytest.raises(LeftOut, match="broken JSON|without a name"):
+            conversations.read_tools({"tools": tools})
 
 
 def test_pairs_of_answers_are_left_out():
