@@ -235,6 +235,139 @@ def test_a_template_where_no_token_ends_an_answer_is_refused(tmp_path):
     assert in_loss({"messages": ONE}, made) == "b<|im_end|>"
 
 
+# --- Thoughts, calls and tools --------------------------------------------------------------------
+
+FULL = (
+    """{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}{{
+'<|im_start|>' + m.role + '\\n' }}{% if m.reasoning_content %}<think>{{ m.reasoning_content
+}}</think>{% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}<call>{{ call.function.name
+}}: {{ call.function.arguments | tojson }}</call>{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"""
+    + HEADER
+)
+CALLS = [
+    {"function": {"name": "f", "arguments": {"a": "x", "n": 1, "d": {"e": ["y"]}}}},
+    {"function": {"name": "g", "arguments": '{"n": null}'}},
+]
+WITH_CALLS = {
+    "tools": [{"name": "f", "description": "what f does"}],
+    "messages": [
+        ONE[0],
+        {"role": "assistant", "content": "say", "reasoning": "hm", "tool_calls": CALLS},
+        {"role": "tool", "content": "result", "name": "f"},
+        {"role": "assistant", "content": "b", "reasoning": "so"},
+    ],
+}
+
+
+def test_the_loss_covers_thoughts_and_calls(tmp_path):
+    made = tune_with(tmp_path, FULL)
+    trained = """<think>hm</think>say<call>f: {"a": "x", "n": 1, "d": {"e": ["y"]}}</call>"""
+    trained += """<call>g: {"n": null}</call><|im_end|>\n<think>so</think>b<|im_end|>\n"""
+    assert in_loss(WITH_CALLS, made) == trained
+
+
+def test_the_collections_template_has_a_place_for_them():
+    """And writes other conversations as before."""
+    tokenizer, *_ = made = chat_tokenizer(flags_of("bytes"), "new tokens")
+    tool = '{"type": "function", "function": {"name": "f", "description": "what f does"}}'
+    call = """<tool_call>\n{"name": "f", "arguments": {"a": "x", "n": 1, "d": {"e": ["y"]}}}
+</tool_call>\n<tool_call>\n{"name": "g", "arguments": {"n": null}}\n</tool_call><|im_end|>"""
+    thought = "<|begin_of_thought|>\n{}\n<|end_of_thought|>\n\n"
+    answers = [thought.format("hm") + "say\n" + call, thought.format("so") + "b<|im_end|>"]
+    assert in_loss(WITH_CALLS, made) == "".join(answers)
+    turns = [
+        f"user\na<|im_end|>\n<|im_start|>assistant\n{answers[0]}",
+        f"tool\nresult<|im_end|>\n<|im_start|>assistant\n{answers[1]}\n",
+    ]
+    for system, more in ("", ""), ("\ns", "s"):
+        ids, *_ = fsdp2_sft.tokenize_conversation(WITH_CALLS | {"system": more}, tokenizer)
+        text = "\n<|im_start|>".join([f"<|im_start|>system{system}\n{tool}<|im_end|>", *turns])
+        assert tokenizer.decode(ids) == text
+        assert len(ids) == len(made[0](text, add_special_tokens=False)["input_ids"])
+    silent = {"role": "assistant", "content": None, "tool_calls": CALLS}
+    assert in_loss({"messages": [ONE[0], silent]}, made) == call
+
+
+DROPS = {  # what a template leaves out -> the change, and why the row is left out
+    "thoughts": ("{% if m.reasoning_content %}", "{% if false %}", "without its thought"),
+    "calls": ("m.tool_calls or []", "[]", "mixes up: assistant"),
+    "the second call": ("m.tool_calls or []", "(m.tool_calls or [])[:1]", "mixes up: assistant"),
+    "names": ("{{ call.function.name\n}}: {{", "{{", "mixes up: assistant"),
+    "arguments": ("{{ call.function.arguments | tojson }}", "", "mixes up: assistant"),
+    "one argument": ("call.function.arguments |", "{'a': call.function.arguments.a or ''} |",
+                     "mixes up"),
+    "one of two texts": ("{{ call.function.arguments |", "{{ call.function.name * 2 }}{{ {} |",
+                         "mixes up: assistant"),
+    "text beside calls": ("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}",
+                          "mixes up: assistant"),
+    "results": ("in messages %}", "in messages if m.role != 'tool' %}", "mixes up: tool"),
+    "tools": ("tools or []", "[]", "mixes up: tools"),
+    "calls at once": ("{% for call", "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ "
+                      "raise_exception('one at a time') }}{% endif %}{% for call", "one at a time"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DROPS)
+def test_a_template_that_drops_a_field_leaves_the_row_out(name, tmp_path):
+    old, new, why = DROPS[name]
+    assert old in FULL
+    made = tune_with(tmp_path, FULL.replace(old, new))
+    with pytest.raises(LeftOut, match=why):
+        in_loss(WITH_CALLS, made)
+    assert in_loss({"messages": ONE}, made) == "b<|im_end|>\n"
+
+
+def test_sorted_arguments_stay_in_order(tmp_path):
+    """As a template sorts them that writes them one by one. The marks must not change that."""
+    one_by_one = "{% for key, value in call.function.arguments | dictsort %}{{ key }}={{ value }} "
+    template = FULL.replace("{{ call.function.arguments | tojson }}", one_by_one + "{% endfor %}")
+    made = tune_with(tmp_path, template)
+    call = {"name": "f", "arguments": {"date_end": "2", "date": "1", "b": "", "B": {}}}
+    row = {"messages": [ONE[0], {"role": "assistant", "tool_calls": [call]}]}
+    trained = "<call>f: b= B={} date=1 date_end=2 </call><|im_end|>\n"
+    assert in_loss(row, made) == trained
+
+
+def test_an_earlier_answer_is_not_trained_without_its_thought(tmp_path):
+    """A note says so, and the last answer has to have its thought."""
+    last = "loop.last and m.reasoning_content"
+    template = FULL.replace("m.reasoning_content %}", f"{last} %}}")
+    tokenizer, *_ = made = tune_with(tmp_path, template)
+    turns = [ONE[0], ONE[1] | {"thinking": "hm"}, ONE[0], ONE[1] | {"thinking": "so"}]
+    assert in_loss({"messages": turns}, made) == "<think>so</think>b<|im_end|>\n"
+    note = "have earlier answers whose thoughts the chat template drops"
+    assert fsdp2_sft.tokenize_conversation({"messages": turns}, tokenizer)[4] == note
+    # Without a thought of its own, the earlier one is trained.
+    row = {"messages": [*ONE, *turns[2:]]}
+    assert in_loss(row, made) == "b<|im_end|>\n<think>so</think>b<|im_end|>\n"
+    assert fsdp2_sft.tokenize_conversation(row, tokenizer)[4] == ""
+    # Before a completion, it is not in the loss anyway.
+    row = {"prompt": turns[:3], "completion": turns[3:]}
+    assert fsdp2_sft.tokenize_conversation(row, tokenizer)[4] == ""
+    with pytest.raises(LeftOut, match="without its thought"):
+        in_loss({"messages": [*turns, ONE[0]]}, made)
+
+
+def test_texts_cannot_forge_turns_but_name_thoughts(tmp_path):
+    """The tokens of thoughts and solutions structure no turn, so any text may hold them."""
+    made = chat_tokenizer(flags_of("bytes"), "new tokens")
+    for token in conversations.INSIDE:
+        for name in ("system", "prompt", "completion"):
+            row = {"system": "s", "prompt": "a", "completion": "b"} | {name: f"x{token}y"}
+            ids, *_ = fsdp2_sft.tokenize_conversation(row, made[0])
+            assert (ids == made[0].convert_tokens_to_ids(token)).sum() == 1
+    forged = "x<|im_end|>"
+    calls = [{"name": "f", "arguments": {"a": forged}}], [{"name": forged}]
+    for row in (
+        {"messages": [ONE[0], ONE[1] | {"reasoning": forged}]},
+        *({"messages": [ONE[0], ONE[1] | {"tool_calls": each}]} for each in calls),
+        {"messages": [*ONE, {"role": "tool", "content": forged}, ONE[1]]},
+        {"messages": ONE, "tools": [{"name": "f", "description": forged}]},
+    ):
+        with pytest.raises(LeftOut, match="spell out a special token"):
+            in_loss(row, made)
+
+
 # --- What is read ---------------------------------------------------------------------------------
 
 SYSTEM = said(("system", "s"))
@@ -415,6 +548,28 @@ def test_a_float_as_reference_is_left_out():
     """It may have been written as 1.10."""
     with pytest.raises(LeftOut, match="hold an answer that is not text"):
         fsdp2_grpo.read_prompt({"prompt": "a", "answer": 1.1})
+
+
+def test_a_prompt_holds_no_answer_and_no_calls():
+    """They are neither dropped nor a reference."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
+    for row, why in (
+        ({"prompt": ONE}, "a prompt that begins the answer"),
+        ({"prompt": ONE, "answer": "b"}, "a prompt that begins the answer"),
+        ({"prompt": ONE, "completion": "b"}, "a prompt that begins the answer"),
+        ({"messages": [*ONE, ONE[1]]}, "a prompt that begins the answer"),
+        ({"messages": ONE, "tools": [{"name": "f"}]}, "hold tools or calls"),
+        ({"messages": [ONE[0], call]}, "hold tools or calls"),
+        ({"messages": [ONE[0], call, {"role": "tool", "content": "r"}, ONE[1]]}, "hold tools or"),
+    ):
+        with pytest.raises(LeftOut, match=why):
+            fsdp2_grpo.read_prompt(row)
+    thought = ONE[1] | {"reasoning_content": "hm"}
+    assert fsdp2_grpo.read_prompt({"messages": [ONE[0], thought]}) == (ONE[:1], "b")
+    assert fsdp2_grpo.read_prompt({"question": "a", "answer": "b"}) == (ONE[:1], "b")
+    assert fsdp2_grpo.read_prompt({"question": "a", "answer": 7}) == (ONE[:1], "7")
+    row = {"messages": [*ONE, ONE[0]], "answer": "b"}
+    assert fsdp2_grpo.read_prompt(row) == ([*ONE, ONE[0]], "b")
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

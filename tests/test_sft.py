@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -477,6 +478,36 @@ def test_rows_of_unlike_types_and_keys_are_read_as_they_are(tmp_path, capsys):
     assert texts[0][0].startswith("<|im_start|>user\none\n<|im_end|>\n")
 
 
+def test_objects_of_parquet_lose_the_keys_of_other_rows(tmp_path, capsys):
+    """Parquet gives all objects of a column all keys, with nulls. In a .jsonl, nulls stay."""
+    calls = {"f": {"a": 1}, "g": {"b": "x"}}
+    rows = []
+    for name, arguments in calls.items():
+        call = {"function": {"name": name, "arguments": arguments}}
+        answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+        rows.append({"messages": [ONE[0], answer], "tools": [{"name": name, "parameters": {}}]})
+    rows.append({"messages": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]})
+    rows[0]["tools"][0]["parameters"] = {"type": "object"}
+    expected = [end for _, end in shown(documents_of(write(tmp_path / "a.jsonl", rows)))]
+    assert '{"name": "f", "arguments": {"a": 1}}' in expected[0]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    typed = shown(documents_of(tmp_path / "a.parquet"))
+    assert [end for _, end in typed] == expected
+    assert '"name": "g"}}<|im_end|>' in typed[1][0] and "null" not in typed[0][0]
+    calls["f"]["a"] = None
+    text = shown(documents_of(write(tmp_path / "b.jsonl", rows)))[0][1]
+    assert '{"name": "f", "arguments": {"a": null}}' in text
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_answers_without_their_thoughts_are_counted(chat, tmp_path, capsys):
+    turns = said(("user", "a"), ("assistant", "<think>x</think>b"))
+    row = {"messages": [*turns, ONE[0], ONE[1]]}
+    documents_of(write(tmp_path / "a.jsonl", [row, row]), chat("bytes", "drops thoughts"))
+    line = "2 documents are trained in part, because they have earlier answers whose thoughts"
+    assert line in capsys.readouterr().out
+
+
 def test_of_prompt_and_completion_only_the_completion_is_in_the_loss(chat):
     """Even if the prompt has answers, and with two spans per answer. Of `messages` every answer."""
     before = said(("user", "1"), ("assistant", "earlier"), ("user", "2"))
@@ -862,6 +893,33 @@ def test_every_pretraining_script_is_a_start(run, shape_directory, flags, tmp_pa
     assert losses(tmp_path / "hf") == pytest.approx(seen[0], rel=1e-4)
     norms = [[line["grad_norm"] for line in metrics(tmp_path / d)[0]] for d in ("hf", "ddp")]
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)  # though ranks have unlike many targets
+
+
+# As open-thoughts/OpenThoughts-114k has them: the system prompt names the tokens of an answer.
+OPEN_THOUGHTS = """Put what you consider between <|begin_of_thought|> and <|end_of_thought|>, and
+the result between <|begin_of_solution|> and <|end_of_solution|>."""
+
+
+def test_the_recipes_own_chain(run, shape_directory, flags, tmp_path):
+    """Pretraining, then fine-tuning on thoughts and solutions."""
+    rows = []
+    for number in range(60):
+        thought = f"<|begin_of_thought|>\n\n{number} and 1\n\n<|end_of_thought|>\n\n"
+        answer = f"{thought}<|begin_of_solution|>\n\n{number + 1}\n\n<|end_of_solution|>"
+        turns = ("user", f"Add 1 to {number}."), ("assistant", answer)
+        shared = [{"from": role, "value": text} for role, text in turns]
+        rows.append({"system": OPEN_THOUGHTS, "conversations": shared})
+    start = run("ddp_pretrain.py", 2, model=shape_directory)
+    tuned = flags | {"init_from": start, "run_dir": tmp_path / "run", "steps": 2}
+    tuned["dataset"] = write(tmp_path / "rows.jsonl", rows)
+    assert "left out" not in tune(tuned)
+    made = tokenizer, *_ = chat_tokenizer(str(tmp_path / "run/hf"))
+    text, in_loss = tokenize(rows[0], made)
+    assert in_loss == rows[0]["conversations"][1]["value"] + "<|im_end|>"
+    assert text.startswith(f"<|im_start|>system\n{OPEN_THOUGHTS}<|im_end|>\n<|im_start|>user\nAdd")
+    ids = tokenizer.convert_tokens_to_ids([*INSIDE, *INSIDE])
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert [token for token in tokens if token in ids] == ids
 
 
 def test_overfitted_answers_come_back_and_stop(tmp_path):

@@ -31,7 +31,7 @@ from common import LeftOut
 
 FOLDER = Path(sys.prefix, "trl", "trl", "chat_templates")  # where .ci/run installs it
 SEED = random.randrange(10**6)
-NUMBER = 40  # conversations of each template
+NUMBER = 30  # conversations of each template
 WORD = re.compile("(?:[bdfgklmnprtvz][aeiou]){4}")
 FORMS = [
     *("{} {}", "{} {}.\n", "  {}\n\n{}  ", "{} é漢🙂 {}", "{}\n- `{}`\n", "«{}» {}\u00a0x"),
@@ -60,7 +60,7 @@ class Writer:
 
     def call(self, number: int) -> dict:
         values = [
-            lambda: f"{self.word()} {self.word()}", lambda: 3, lambda: -1.5, lambda: True,
+            lambda: f"{self.word()} {self.word()}", lambda: 3, lambda: -1.5, lambda: True, str,
             lambda: [self.word(), 2], lambda: {"k": self.word()}, lambda: f'q"{self.word()}\\n',
         ]  # fmt: skip
         count = self.rng.randint(0, 3)
