@@ -486,6 +486,12 @@ def load_documents(
             new_fingerprint=key,
             num_proc=min(num_cpus, len(corpus) // 1000),
         )
+    count_left_out(config, documents, found_columns)
+    return documents
+
+
+def count_left_out(config: Any, documents: datasets.Dataset, columns: list[str]) -> None:
+    """Print how many documents are left out, and why; refuse a dataset of which none is left."""
     reasons = {}
     for column, what in ("note", "trained in part"), ("left_out", "left out"):
         counts = documents.data[column].value_counts().to_pylist()
@@ -497,9 +503,8 @@ def load_documents(
         refuse(
             f"--dataset {config.dataset} has fewer than two different documents with target "
             f"tokens: all are left out, most because they {max(reasons, key=reasons.get)}. "
-            f"Its columns are {', '.join(found_columns)}; docs/data.md lists what is read"
+            f"Its columns are {', '.join(columns)}; docs/data.md lists what is read"
         )
-    return documents
 
 
 def columns_of_lines(lines: list[str]) -> list[str]:
