@@ -294,8 +294,10 @@ DROPS = {  # what a template leaves out -> the change, and why the row is left o
     "the second call": ("m.tool_calls or []", "(m.tool_calls or [])[:1]", "mixes up: assistant"),
     "names": ("{{ call.function.name\n}}: {{", "{{", "mixes up: assistant"),
     "arguments": ("{{ call.function.arguments | tojson }}", "", "mixes up: assistant"),
-    "one argument": ("call.function.arguments |", "{'a': call.function.arguments.a or ''} |",
-                     "mixes up"),
+    "the second name": ("{{ call.function.name\n", "{{ call.function.name * 2 if loop.first else ''",
+                        "mixes up: assistant"),
+    "one argument": ("call.function.arguments |", "(call.function.arguments.items() | list)[:2] |",
+                     "mixes up: assistant"),
     "one of two texts": ("{{ call.function.arguments |", "{{ call.function.name * 2 }}{{ {} |",
                          "mixes up: assistant"),
     "text beside calls": ("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}",
@@ -314,6 +316,25 @@ def test_a_template_that_drops_a_field_leaves_the_row_out(name, tmp_path):
     made = tune_with(tmp_path, FULL.replace(old, new))
     with pytest.raises(LeftOut, match=why):
         in_loss(WITH_CALLS, made)
+    assert in_loss({"messages": ONE}, made) == "b<|im_end|>\n"
+
+
+def test_tags_of_the_templates_own_have_to_be_around_answers(tmp_path):
+    """Around all of them, and nothing else. A dash at the end of a loop stays."""
+    calls_outside = """{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{%
+generation %}{{ m.reasoning_content }}{{ m.content }}{% endgeneration %}{{ m.tool_calls | tojson }}{%
+else %}{{ m.content }}{% endif %}{% endfor %}"""
+    users_inside = """{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{%
+endfor %}"""
+    call = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    for template, answer, who in (
+        (calls_outside, ONE[1] | {"tool_calls": call}, "assistant"),
+        (users_inside, ONE[1], "user"),
+    ):
+        tokenizer = common.load_tokenizer(save_template(tmp_path, template))
+        with pytest.raises(LeftOut, match=f"mixes up: {who}"):
+            conversations.find_answers(tokenizer, [ONE[0], answer], 0, [])
+    made = tune_with(tmp_path, FULL.replace("{% endfor %}{% if add", "{% endfor -%} {% if add"))
     assert in_loss({"messages": ONE}, made) == "b<|im_end|>\n"
 
 
