@@ -492,7 +492,7 @@ def test_objects_of_parquet_lose_the_keys_of_other_rows(tmp_path, capsys):
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
     typed = shown(documents_of(tmp_path / "a.parquet"))
     assert [end for _, end in typed] == expected
-    assert '"name": "g"}}<|im_end|>' in typed[1][0] and "null" not in typed[0][0]
+    assert '"name": "g", "parameters": {}}}<|im_end|>' in typed[1][0] and "null" not in typed[0][0]
     calls["f"]["a"] = None
     text = shown(documents_of(write(tmp_path / "b.jsonl", rows)))[0][1]
     assert '{"name": "f", "arguments": {"a": null}}' in text
