@@ -7,7 +7,6 @@ FILE is what --dataset accepts. Without it, the rows of the table of docs/data.m
 """
 
 import json
-import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -112,7 +111,7 @@ def main() -> None:
     try:
         show_rows(flags.file, flags.tokenizer, flags.rows)
     except common.Refusal as refusal:
-        sys.exit(f"error: {refusal}")
+        reader.error(str(refusal))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import small_shape
+from conftest import ROOT, small_shape
 from test_data import refused
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
@@ -549,6 +549,28 @@ def test_pairs_of_answers_are_left_out():
         in_loss({"prompt": "a", "chosen": "b", "rejected": "c"}, made)
     with pytest.raises(LeftOut, match="no column completion"):
         in_loss({"chosen": ONE, "rejected": ONE}, made)
+
+
+def test_a_program_shows_what_becomes_of_rows(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import rows
+
+    file = tmp_path / "a.jsonl"
+    lines = [{"question": "a", "answer": "b"}, {"messages": [ONE[0], ONE[1] | {"x": 1}]}, {}]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setattr("sys.argv", ["rows.py", str(file), "--rows", "2"])
+    rows.main()
+    first, second = capsys.readouterr().out.split("--- row ")[1:]
+    assert first.startswith(
+        "0\nin the loss of fine-tuning: `b<|im_end|>`\nend of the prompt in RL: `"
+    )
+    assert first.endswith("<|im_start|>assistant\n`\nreference in RL: `b`\n")
+    why = "left out: they hold more than text: x\n"
+    assert second == f"1\nin the loss of fine-tuning: {why}reference in RL: {why}"
+    monkeypatch.setattr("sys.argv", ["rows.py", str(tmp_path / "none.jsonl")])
+    with pytest.raises(SystemExit, match="2"):
+        rows.main()
+    assert "error: --dataset" in capsys.readouterr().err
 
 
 # --- Reinforcement learning -----------------------------------------------------------------------
