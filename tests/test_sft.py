@@ -911,7 +911,7 @@ def test_the_recipes_own_chain(run, shape_directory, flags, tmp_path):
     start = run("ddp_pretrain.py", 2, model=shape_directory)
     tuned = flags | {"init_from": start, "run_dir": tmp_path / "run", "steps": 2}
     tuned["dataset"] = write(tmp_path / "rows.jsonl", rows)
-    assert "left out" not in tune(tuned)
+    assert "left out" not in tune(tuned)  # nor cut
     made = tokenizer, *_ = chat_tokenizer(str(tmp_path / "run/hf"))
     text, in_loss = tokenize(rows[0], made)
     assert in_loss == rows[0]["conversations"][1]["value"] + "<|im_end|>"
