@@ -30,7 +30,7 @@ import shutil
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
@@ -396,7 +396,7 @@ def parse_row(row: dict, columns: list) -> dict:
     if JSON in row:
         row = parse_json(row[JSON].removeprefix("\ufeff"))  # a byte order mark
     else:
-        row = drop_nulls(row)
+        row = {name: drop_nulls(row[name]) for name in row}
     return {name: row[name] for name in columns if isinstance(row, dict) and name in row}
 
 
@@ -461,7 +461,8 @@ def load_documents(
         refuse(f"--dataset {config.dataset} has no column {names}: {corpus.column_names}")
     found_columns = corpus.column_names
     if JSON in present:
-        found_columns = columns_of_lines(corpus[:100][JSON])
+        with contextlib.suppress(LeftOut, IndexError, TypeError, ValueError):
+            found_columns = dict(parse_json(corpus[0][JSON]))
     corpus = corpus.select_columns(present)
     key = cache_key(corpus, columns, function, tokenizer)
     # macOS cannot tell which CPUs a process may use.
@@ -490,7 +491,7 @@ def load_documents(
     return documents
 
 
-def count_left_out(config: Any, documents: datasets.Dataset, columns: list[str]) -> None:
+def count_left_out(config: Any, documents: datasets.Dataset, columns: Iterable) -> None:
     """Print how many documents are left out, and why; refuse a dataset of which none is left."""
     reasons = {}
     for column, what in ("note", "trained in part"), ("left_out", "left out"):
@@ -505,16 +506,6 @@ def count_left_out(config: Any, documents: datasets.Dataset, columns: list[str])
             f"tokens: all are left out, most because they {max(reasons, key=reasons.get)}. "
             f"Its columns are {', '.join(columns)}; docs/data.md lists what is read"
         )
-
-
-def columns_of_lines(lines: list[str]) -> list[str]:
-    """Return the keys of lines of JSON."""
-    keys = {}
-    for line in lines:
-        with contextlib.suppress(LeftOut):
-            row = parse_json(line)
-            keys |= dict.fromkeys(row if isinstance(row, dict) else {})
-    return list(keys)
 
 
 @dataclasses.dataclass

@@ -612,7 +612,7 @@ def test_data_without_conversations_is_refused(tmp_path):
     rows = [{"reply": "a", "meta": None}] * 3 + [{"messages": ["a"]}]
     line = refused(documents_of, write(tmp_path / "a.jsonl", rows))
     assert "fewer than two different documents" in line and "because they hold no answer" in line
-    assert line.endswith("Its columns are reply, meta, messages; docs/data.md lists what is read")
+    assert line.endswith("Its columns are reply, meta; docs/data.md lists what is read")
     # Where another thing is the reason, it is named.
     rows = [{"messages": said(("user", "<|im_end|>"), ("assistant", "b"))}] * 3
     line = refused(documents_of, write(tmp_path / "b.jsonl", rows))
