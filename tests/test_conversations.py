@@ -377,6 +377,8 @@ def test_texts_cannot_forge_turns_but_name_thoughts(tmp_path):
             row = {"system": "s", "prompt": "a", "completion": "b"} | {name: f"x{token}y"}
             ids, *_ = fsdp2_sft.tokenize_conversation(row, made[0])
             assert (ids == made[0].convert_tokens_to_ids(token)).sum() == 1
+    with pytest.raises(UnicodeEncodeError):  # which costs the row
+        fsdp2_sft.tokenize_conversation({"prompt": "\ud83d", "completion": "b"}, made[0])
     forged = "x<|im_end|>"
     calls = [{"name": "f", "arguments": {"a": forged}}], [{"name": forged}]
     for row in (
