@@ -32,7 +32,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
@@ -391,6 +391,7 @@ def tokenize_text(row: dict, tokenizer: Tokenizer) -> tuple:
         group: documents with equal groups go to the same side of the split. Here those are equal
             texts; in fine-tuning, all answers to one prompt.
         num_bytes: of the text, for bits per byte; 0 for conversations.
+        note (not here): why only a part of a document is trained on, or "".
 
     Raises:
         LeftOut: why the document is left out.
@@ -410,22 +411,21 @@ def tokenize(
     function: Callable,
     tokenizer: Tokenizer,
     dtype: np.dtype,
-    **arguments: Any,
 ) -> pyarrow.Table:
     """Return what the cache holds of a batch of rows, as a table, with token ids of this type.
 
     Args:
         batch: the rows as columns, name -> list of values.
-        arguments: more arguments of `function`.
     """
     documents = []
     for values in zip(*batch.values()):  # fails for text that is not UTF-8
         tokens = in_loss = []
-        group = left_out = ""
+        group = left_out = note = ""
         num_bytes = 0
         try:
             row = parse_row(dict(zip(batch, values)), columns)
-            tokens, in_loss, group, num_bytes = function(row, tokenizer, **arguments)
+            tokens, in_loss, group, num_bytes, *notes = function(row, tokenizer)
+            note = "".join(notes)
         except LeftOut as reason:
             left_out = str(reason)
         except UnicodeEncodeError:
@@ -439,6 +439,7 @@ def tokenize(
                 "num_bytes": num_bytes,
                 "group": int(fingerprint(group)[:7], 16),  # 28 bits
                 "left_out": left_out,
+                "note": note,
             }
         )
     return pyarrow.Table.from_pylist(documents)
@@ -449,10 +450,16 @@ def parse_row(row: dict, columns: list) -> dict:
     # A reader of whole columns would guess one type for all rows.
     if JSON in row:
         row = parse_json(row[JSON].removeprefix("\ufeff"))  # a byte order mark
-    found = {name: row[name] for name in columns if isinstance(row, dict) and name in row}
-    if not found:
-        raise LeftOut(f"have no column {' or '.join(columns[:4])}")
-    return found
+    else:
+        row = {name: drop_nulls(row[name]) for name in row}
+    return {name: row[name] for name in columns if isinstance(row, dict) and name in row}
+
+
+def drop_nulls(value: Any) -> Any:
+    """Return a value without nulls: Parquet gives each object the keys of all others."""
+    if isinstance(value, dict):
+        return {key: drop_nulls(item) for key, item in value.items() if item is not None}
+    return list(map(drop_nulls, value)) if isinstance(value, list) else value
 
 
 def parse_json(text: str) -> Any:
@@ -468,7 +475,6 @@ def cache_key(
     columns: list,
     function: Callable,
     tokenizer: Tokenizer,
-    arguments: Any,
 ) -> str:
     """Return a hash of all that the tokens of a corpus depend on.
 
@@ -479,7 +485,6 @@ def cache_key(
         corpus._fingerprint,
         columns,
         sources_of(function),
-        arguments,
         tokenizer.special_tokens_map,
         tokenizer.chat_template,
         tokenizer.backend_tokenizer.to_str(),
@@ -492,7 +497,6 @@ def load_documents(
     function: Callable,
     tokenizer: Tokenizer,
     corpora: dict = CORPORA,
-    **arguments: Any,
 ) -> datasets.Dataset:
     """Tokenize --dataset with several processes, once for all runs and all --max_length.
 
@@ -503,15 +507,18 @@ def load_documents(
         columns: those to read if they are there.
         function: a module-level function as `tokenize_text`.
         corpora: name -> generator of documents, for names of --dataset that are no files.
-        arguments: more arguments of `function`, which are pickled for other processes.
     """
     corpus = open_dataset(config, columns, corpora)
     present = [column for column in [JSON, *columns] if column in corpus.column_names]
     if not present:
         names = " or ".join(columns[:4])
         refuse(f"--dataset {config.dataset} has no column {names}: {corpus.column_names}")
+    found_columns = corpus.column_names
+    if JSON in present:
+        with contextlib.suppress(LeftOut, IndexError, TypeError, ValueError):
+            found_columns = dict(parse_json(corpus[0][JSON]))
     corpus = corpus.select_columns(present)
-    key = cache_key(corpus, columns, function, tokenizer, arguments)
+    key = cache_key(corpus, columns, function, tokenizer)
     # macOS cannot tell which CPUs a process may use.
     num_cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     # The first rank of a node does the work, and the others wait and read the cache. This happens
@@ -530,15 +537,29 @@ def load_documents(
                 "function": function,
                 "tokenizer": tokenizer,
                 "dtype": np.min_scalar_type(vocabulary_size(tokenizer) - 1),  # holds all ids
-                **arguments,
             },
             new_fingerprint=key,
             num_proc=min(num_cpus, len(corpus) // 1000),
         )
-    for found in documents.data["left_out"].value_counts().to_pylist():
-        if found["values"]:
-            say(f"{found['counts']:,} documents are left out, because they {found['values']}")
+    count_left_out(config, documents, found_columns)
     return documents
+
+
+def count_left_out(config: Any, documents: datasets.Dataset, columns: Iterable) -> None:
+    """Print how many documents are left out, and why; refuse a dataset of which none is left."""
+    reasons = {}
+    for column, what in ("note", "trained in part"), ("left_out", "left out"):
+        counts = documents.data[column].value_counts().to_pylist()
+        reasons = {each["values"]: each["counts"] for each in counts}
+        for reason, count in reasons.items():
+            if reason:
+                say(f"{count:,} documents are {what}, because they {reason}")
+    if reasons and "" not in reasons:
+        refuse(
+            f"--dataset {config.dataset} has fewer than two different documents with target "
+            f"tokens: all are left out, most because they {max(reasons, key=reasons.get)}. "
+            f"Its columns are {', '.join(columns)}; docs/data.md lists what is read"
+        )
 
 
 @dataclasses.dataclass
@@ -605,8 +626,8 @@ def train_validation_split(
     training, held_out = index[number:], index[:number]
     if not len(training):
         refuse(
-            "--dataset has fewer than two different documents with target tokens; the lines above "
-            "say which are left out, and why"
+            "--dataset has fewer than two different documents with target tokens: see above "
+            "what is left out"
         )
     enough = 1 + np.searchsorted(held_out.lengths.cumsum(), validation_tokens)
     return Sequences(documents, training), Sequences(documents, held_out[:enough])

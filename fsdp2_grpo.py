@@ -187,10 +187,14 @@ def read_prompt(row: dict) -> tuple[conversations.Messages, str]:
     Raises:
         LeftOut: why the row is left out.
     """
-    messages, _ = conversations.read_conversation(row)
+    messages, start = conversations.read_conversation(row)
+    if conversations.read_tools(row) or any("tool_calls" in message for message in messages):
+        raise common.LeftOut("hold tools or calls, which nothing here runs")
     reference = ""
-    if messages and messages[-1]["role"] == "assistant":
+    if messages[start:] and messages[-1]["role"] == "assistant":
         reference = messages.pop()["content"]
+    if messages and messages[-1]["role"] == "assistant":
+        raise common.LeftOut("have a prompt that begins the answer")
     if row.get("answer") is not None:
         reference = row["answer"]
     # Numbers and dates of a typed column may not be what was written: 1.10 became 1.1.
@@ -213,7 +217,7 @@ def tokenize_prompt(row: dict, tokenizer: common.Tokenizer) -> tuple:
         LeftOut: why the conversation is left out.
     """
     messages, reference = read_prompt(row)
-    conversations.refuse_special_tokens(tokenizer, messages)
+    conversations.refuse_special_tokens(tokenizer, messages, tools=[])
     render = partial(tokenizer.apply_chat_template, tokenize=False)
     try:
         text = render(messages, add_generation_prompt=True)
@@ -939,7 +943,7 @@ def main() -> partial | None:
         common.refuse(f"--prompts {config.prompts} is not a multiple of {ranks} ranks")
 
     # Tokenizing can take longer than a collective may wait, so do it before the ranks meet.
-    tokenizer, answer_format, known_ids = conversations.chat_tokenizer(config, "known tokens")
+    tokenizer, turn_end, known_ids = conversations.chat_tokenizer(config, "known tokens")
     documents = common.load_documents(
         config, conversations.COLUMNS, tokenize_prompt, tokenizer, conversations.CORPORA
     )
@@ -951,13 +955,13 @@ def main() -> partial | None:
         common.refuse(
             f"--prompts {config.prompts} exceeds the {len(training.lengths)} training prompts"
         )
-    generation = conversations.base_generation(config, tokenizer, answer_format.turn_end)
+    generation = conversations.base_generation(config, tokenizer, turn_end)
     model_config = build_config(config, known_ids, generation.eos_token_id)
     if model_config.model_type not in PACKED_TYPES.split():
         # The others have caches or positions with which `sample` would be wrong.
         common.refuse(f"--model {config.model}: type {model_config.model_type} cannot sample here")
     if config.steps == 0:
-        return common.say("the data is prepared")
+        return common.say("the data is prepared; python bench/rows.py prints rows of a file")
 
     device = init_process_group(config)
     model = build_policy(model_config, config, generation)

@@ -153,29 +153,27 @@ class Config(Flags):
 # --- Conversations --------------------------------------------------------------------------------
 
 
-def tokenize_conversation(row: dict, tokenizer: common.Tokenizer, header: str) -> tuple:
-    """Tokenize a conversation; returns what `common.tokenize_text` returns.
+def tokenize_conversation(row: dict, tokenizer: common.Tokenizer) -> tuple:
+    """Tokenize a conversation; returns what `common.tokenize_text` returns, and a note or "".
 
     What comes before the first answer decides on which side of the split a conversation is.
     Otherwise a prompt with several answers could be on both.
-
-    Args:
-        header: `conversations.AnswerFormat.header`.
 
     Raises:
         LeftOut: why the conversation is left out.
     """
     messages, start = conversations.read_conversation(row)
+    tools = conversations.read_tools(row)
     roles = [message["role"] for message in messages]
     if "assistant" not in roles[start:]:
         raise common.LeftOut(
             "hold no answer: no message of the assistant, and no column completion"
         )
-    conversations.refuse_special_tokens(tokenizer, messages)
-    text, spans = conversations.find_answers(tokenizer, messages, start, header)
+    conversations.refuse_special_tokens(tokenizer, messages, tools)
+    text, spans, note = conversations.find_answers(tokenizer, messages, start, tools)
     tokens, in_loss = encode(tokenizer, text, spans)
     before_answers = messages[: roles.index("assistant")]
-    return tokens, in_loss, before_answers, 0
+    return tokens, in_loss, before_answers, 0, note
 
 
 def encode(
@@ -670,14 +668,13 @@ def main() -> partial | None:
         common.refuse(f"--init_from {config.init_from} holds adapters; give their base")
 
     # Tokenizing can take longer than a collective may wait, so do it before the ranks meet.
-    tokenizer, answer_format, known_ids = conversations.chat_tokenizer(config, "text")
+    tokenizer, turn_end, known_ids = conversations.chat_tokenizer(config, "text")
     documents = common.load_documents(
         config,
         conversations.COLUMNS,
         tokenize_conversation,
         tokenizer,
         conversations.CORPORA,
-        header=answer_format.header,
     )
     # Split before truncating, so that the split does not depend on --max_length.
     training, validation = (
@@ -686,10 +683,10 @@ def main() -> partial | None:
         )
         for part in common.train_validation_split(documents, config.eval_tokens)
     )
-    generation = conversations.base_generation(config, tokenizer, answer_format.turn_end)
+    generation = conversations.base_generation(config, tokenizer, turn_end)
     model_config = build_config(config, known_ids, generation.eos_token_id)
     if config.steps == 0:
-        return common.say("the data is prepared")
+        return common.say("the data is prepared; python bench/rows.py prints rows of a file")
 
     device = init_process_group(config)
     model = build_model(model_config, config)

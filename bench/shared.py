@@ -146,10 +146,11 @@ def load_data(script: Any, config: Any, kind: type | None = None) -> SimpleNames
     os.environ.setdefault("RANK", "0")  # `common.say` prints on rank 0
     kind = kind or batches_class(script)
     if script.__name__ in MARKS:
-        tokenizer, form, known_ids = conversations.chat_tokenizer(config, MARKS[script.__name__])
+        marks = MARKS[script.__name__]
+        tokenizer, turn_end, known_ids = conversations.chat_tokenizer(config, marks)
         columns, function = conversations.COLUMNS, script.tokenize_conversation
-        more = {"corpora": conversations.CORPORA, "header": form.header}
-        ends = conversations.base_generation(config, tokenizer, form.turn_end).eos_token_id
+        more = {"corpora": conversations.CORPORA}
+        ends = conversations.base_generation(config, tokenizer, turn_end).eos_token_id
         shorten = conversations.truncate
     else:
         tokenizer = common.load_tokenizer(config.tokenizer)

@@ -141,13 +141,13 @@ def run(flags: dict[str, Any], device: torch.device) -> dict[str, Any]:
     watched = Watched(flags.pop("uneven", False))
     rates = {"learning_rate": 1e-2, "min_learning_rate": 1e-2, "warmup_steps": 0}
     config = script.Config(**rates, **flags)
-    tokenizer, answer_format, known_ids = conversations.chat_tokenizer(config, "known tokens")
+    tokenizer, turn_end, known_ids = conversations.chat_tokenizer(config, "known tokens")
     documents = common.load_documents(
         config, conversations.COLUMNS, script.tokenize_prompt, tokenizer
     )
     parts = common.train_validation_split(documents, math.inf)
     training, validation = (script.leave_out_long(part, config) for part in parts)
-    generation = conversations.base_generation(config, tokenizer, answer_format.turn_end)
+    generation = conversations.base_generation(config, tokenizer, turn_end)
     model_config = build_config(config, known_ids, generation.eos_token_id)
     model, optimizer = shared.build(script, model_config, config, device)
     common.load_weights(model, config.init_from)

@@ -151,6 +151,7 @@ TP_ALONE, PP_ALONE, EP_ALONE = (
 TEMPLATE = """{% for message in messages %}{{ message.role }}: {{ message.content }}
 <|endoftext|>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
 CHAT = PROMPTS | {"script": GRPO, "tokenizer": "FOLDER/chat"}
+COLUMNS = "Its columns are text; docs/data.md lists what is read"
 # Name -> flags beside the good ones, and what the error line must contain. FOLDER and WEIGHTS are
 # replaced. "script" is not a flag but the script, fsdp2_pretrain if not given.
 CASES = {
@@ -171,10 +172,10 @@ CASES = {
     "numbers": ({"dataset": "FOLDER/numbers.jsonl"}, "fewer than two different documents"),
     "broken json": ({"dataset": "FOLDER/broken.jsonl"}, "fewer than two different documents"),
     "broken parquet": ({"dataset": "FOLDER/broken.parquet"}, "cannot be read"),
-    "missing column": ({"text_column": "body"}, "fewer than two different documents"),
-    "no conversations": ({"script": "fsdp2_sft"}, "fewer than two different documents"),
+    "missing column": ({"text_column": "body"}, "they hold no text. " + COLUMNS),
+    "no conversations": ({"script": "fsdp2_sft"}, "fewer than two .* no answer.* " + COLUMNS),
     "no chat template": (PROMPTS | {"script": GRPO}, "fine-tune the model with fsdp2_sft.py first"),
-    "no prompts": (CHAT, "fewer than two different documents"),
+    "no prompts": (CHAT, "hold no prompt. " + COLUMNS),
     "more than all prompts": (
         CHAT | {"dataset": "FOLDER/prompts.jsonl", "prompts": 9},
         "--prompts 9 exceeds the 8 training prompts",

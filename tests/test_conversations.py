@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import small_shape
+from conftest import ROOT, small_shape
 from test_data import refused
 from transformers import AutoTokenizer, Qwen2ForCausalLM
 
@@ -110,20 +110,20 @@ def flags_of(name: str, template: str = "own") -> SimpleNamespace:
 
 
 def tune_with(folder: Path, template: str) -> tuple:
-    """Return what `chat_tokenizer` makes of a template: tokenizer, answer format, known ids."""
+    """Return what `chat_tokenizer` makes of a template: tokenizer, end of a turn, known ids."""
     return chat_tokenizer(flags_of(save_template(folder, template)), "new tokens")
 
 
 def encode(made: tuple, messages: list) -> tuple[np.ndarray, np.ndarray]:
     """Return ids and loss mask of a conversation with every answer in the loss."""
-    tokenizer, answer_format, _ = made
-    found = conversations.find_answers(tokenizer, messages, 0, answer_format.header)
-    return fsdp2_sft.encode(tokenizer, *found)
+    tokenizer, *_ = made
+    text, spans, _ = conversations.find_answers(tokenizer, messages, 0, tools=[])
+    return fsdp2_sft.encode(tokenizer, text, spans)
 
 
 def in_loss(row: dict, made: tuple) -> str:
-    tokenizer, answer_format, _ = made
-    ids, mask, *_ = fsdp2_sft.tokenize_conversation(row, tokenizer, answer_format.header)
+    tokenizer, *_ = made
+    ids, mask, *_ = fsdp2_sft.tokenize_conversation(row, tokenizer)
     return tokenizer.decode(ids[mask])
 
 
@@ -153,6 +153,9 @@ def test_a_template_without_tags_trains_as_with_tags_put_in_by_hand(name, tmp_pa
         wanted = np.array(expected["assistant_masks"], bool)
         if name == "end of text":
             wanted[-1] = True  # the end of the text is in the loss too
+        if name == "drops thoughts" and "think" in str(messages):
+            # An answer is not trained without its thought.
+            wanted[: np.flatnonzero(wanted & ~np.roll(wanted, 1))[-1]] = False
         assert (
             ids.tolist()
             == expected["input_ids"]
@@ -232,6 +235,162 @@ def test_a_template_where_no_token_ends_an_answer_is_refused(tmp_path):
     assert in_loss({"messages": ONE}, made) == "b<|im_end|>"
 
 
+# --- Thoughts, calls and tools --------------------------------------------------------------------
+
+FULL = (
+    """{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}{{
+'<|im_start|>' + m.role + '\\n' }}{% if m.reasoning_content %}<think>{{ m.reasoning_content
+}}</think>{% endif %}{{ m.content }}{% for call in m.tool_calls or [] %}<call>{{ call.function.name
+}}: {{ call.function.arguments | tojson }}</call>{% endfor %}{{ '<|im_end|>\\n' }}{% endfor %}"""
+    + HEADER
+)
+CALLS = [
+    {"function": {"name": "f", "arguments": {"a": "x", "n": 1, "d": {"e": ["y"]}}}},
+    {"function": {"name": "g", "arguments": '{"n": null}'}},
+]
+WITH_CALLS = {
+    "tools": [{"name": "f", "description": "what f does"}],
+    "messages": [
+        ONE[0],
+        {"role": "assistant", "content": "say", "reasoning": "hm", "tool_calls": CALLS},
+        {"role": "tool", "content": "result", "name": "f"},
+        {"role": "assistant", "content": "b", "reasoning": "so"},
+    ],
+}
+
+
+def test_the_loss_covers_thoughts_and_calls(tmp_path):
+    made = tune_with(tmp_path, FULL)
+    trained = """<think>hm</think>say<call>f: {"a": "x", "n": 1, "d": {"e": ["y"]}}</call>"""
+    trained += """<call>g: {"n": null}</call><|im_end|>\n<think>so</think>b<|im_end|>\n"""
+    assert in_loss(WITH_CALLS, made) == trained
+
+
+def test_the_collections_template_has_a_place_for_them():
+    """And writes other conversations as before."""
+    tokenizer, *_ = made = chat_tokenizer(flags_of("bytes"), "new tokens")
+    tool = '{"type": "function", "function": {"name": "f", "description": "what f does"}}'
+    call = """<tool_call>\n{"name": "f", "arguments": {"a": "x", "n": 1, "d": {"e": ["y"]}}}
+</tool_call>\n<tool_call>\n{"name": "g", "arguments": {"n": null}}\n</tool_call><|im_end|>"""
+    thought = "<|begin_of_thought|>\n{}\n<|end_of_thought|>\n\n"
+    answers = [thought.format("hm") + "say\n" + call, thought.format("so") + "b<|im_end|>"]
+    assert in_loss(WITH_CALLS, made) == "".join(answers)
+    turns = [
+        f"user\na<|im_end|>\n<|im_start|>assistant\n{answers[0]}",
+        f"tool\nresult<|im_end|>\n<|im_start|>assistant\n{answers[1]}\n",
+    ]
+    for system, more in ("", ""), ("\ns", "s"):
+        ids, *_ = fsdp2_sft.tokenize_conversation(WITH_CALLS | {"system": more}, tokenizer)
+        text = "\n<|im_start|>".join([f"<|im_start|>system{system}\n{tool}<|im_end|>", *turns])
+        assert tokenizer.decode(ids) == text
+        assert len(ids) == len(made[0](text, add_special_tokens=False)["input_ids"])
+    silent = {"role": "assistant", "content": None, "tool_calls": CALLS}
+    assert in_loss({"messages": [ONE[0], silent]}, made) == call
+
+
+DROPS = {  # what a template leaves out -> the change, and why the row is left out
+    "thoughts": ("{% if m.reasoning_content %}", "{% if false %}", "without its thought"),
+    "calls": ("m.tool_calls or []", "[]", "mixes up: assistant"),
+    "the second call": ("m.tool_calls or []", "(m.tool_calls or [])[:1]", "mixes up: assistant"),
+    "names": ("{{ call.function.name\n}}: {{", "{{", "mixes up: assistant"),
+    "arguments": ("{{ call.function.arguments | tojson }}", "", "mixes up: assistant"),
+    "the second name": ("{{ call.function.name\n", "{{ call.function.name * 2 if loop.first else ''",
+                        "mixes up: assistant"),
+    "one argument": ("call.function.arguments |", "(call.function.arguments.items() | list)[:2] |",
+                     "mixes up: assistant"),
+    "one of two texts": ("{{ call.function.arguments |", "{{ call.function.name * 2 }}{{ {} |",
+                         "mixes up: assistant"),
+    "text beside calls": ("{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}",
+                          "mixes up: assistant"),
+    "results": ("in messages %}", "in messages if m.role != 'tool' %}", "mixes up: tool"),
+    "tools": ("tools or []", "[]", "mixes up: tools"),
+    "calls at once": ("{% for call", "{% if m.tool_calls and m.tool_calls | length > 1 %}{{ "
+                      "raise_exception('one at a time') }}{% endif %}{% for call", "one at a time"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DROPS)
+def test_a_template_that_drops_a_field_leaves_the_row_out(name, tmp_path):
+    old, new, why = DROPS[name]
+    assert old in FULL
+    made = tune_with(tmp_path, FULL.replace(old, new))
+    with pytest.raises(LeftOut, match=why):
+        in_loss(WITH_CALLS, made)
+    assert in_loss({"messages": ONE}, made) == "b<|im_end|>\n"
+
+
+def test_tags_of_the_templates_own_have_to_be_around_answers(tmp_path):
+    """Around all of them, and nothing else. A dash at the end of a loop stays."""
+    calls_outside = """{% for m in messages %}{{ m.role }}:{% if m.role == 'assistant' %}{%
+generation %}{{ m.reasoning_content }}{{ m.content }}{% endgeneration %}{{ m.tool_calls | tojson }}{%
+else %}{{ m.content }}{% endif %}{% endfor %}"""
+    users_inside = """{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{%
+endfor %}"""
+    call = [{"type": "function", "function": {"name": "f", "arguments": {}}}]
+    for template, answer, who in (
+        (calls_outside, ONE[1] | {"tool_calls": call}, "assistant"),
+        (users_inside, ONE[1], "user"),
+    ):
+        tokenizer = common.load_tokenizer(save_template(tmp_path, template))
+        with pytest.raises(LeftOut, match=f"mixes up: {who}"):
+            conversations.find_answers(tokenizer, [ONE[0], answer], 0, [])
+    made = tune_with(tmp_path, FULL.replace("{% endfor %}{% if add", "{% endfor -%} {% if add"))
+    assert in_loss({"messages": ONE}, made) == "b<|im_end|>\n"
+
+
+def test_sorted_arguments_stay_in_order(tmp_path):
+    """As a template sorts them that writes them one by one. The marks must not change that."""
+    one_by_one = "{% for key, value in call.function.arguments | dictsort %}{{ key }}={{ value }} "
+    template = FULL.replace("{{ call.function.arguments | tojson }}", one_by_one + "{% endfor %}")
+    made = tune_with(tmp_path, template)
+    call = {"name": "f", "arguments": {"date_end": "2", "date": "1", "b": "", "B": {}}}
+    row = {"messages": [ONE[0], {"role": "assistant", "tool_calls": [call]}]}
+    trained = "<call>f: b= B={} date=1 date_end=2 </call><|im_end|>\n"
+    assert in_loss(row, made) == trained
+
+
+def test_an_earlier_answer_is_not_trained_without_its_thought(tmp_path):
+    """A note says so, and the last answer has to have its thought."""
+    last = "loop.last and m.reasoning_content"
+    template = FULL.replace("m.reasoning_content %}", f"{last} %}}")
+    tokenizer, *_ = made = tune_with(tmp_path, template)
+    turns = [ONE[0], ONE[1] | {"thinking": "hm"}, ONE[0], ONE[1] | {"thinking": "so"}]
+    assert in_loss({"messages": turns}, made) == "<think>so</think>b<|im_end|>\n"
+    note = "have earlier answers whose thoughts the chat template drops"
+    assert fsdp2_sft.tokenize_conversation({"messages": turns}, tokenizer)[4] == note
+    # Without a thought of its own, the earlier one is trained.
+    row = {"messages": [*ONE, *turns[2:]]}
+    assert in_loss(row, made) == "b<|im_end|>\n<think>so</think>b<|im_end|>\n"
+    assert fsdp2_sft.tokenize_conversation(row, tokenizer)[4] == ""
+    # Before a completion, it is not in the loss anyway.
+    row = {"prompt": turns[:3], "completion": turns[3:]}
+    assert fsdp2_sft.tokenize_conversation(row, tokenizer)[4] == ""
+    with pytest.raises(LeftOut, match="without its thought"):
+        in_loss({"messages": [*turns, ONE[0]]}, made)
+
+
+def test_texts_cannot_forge_turns_but_name_thoughts(tmp_path):
+    """The tokens of thoughts and solutions structure no turn, so any text may hold them."""
+    made = chat_tokenizer(flags_of("bytes"), "new tokens")
+    for token in conversations.INSIDE:
+        for name in ("system", "prompt", "completion"):
+            row = {"system": "s", "prompt": "a", "completion": "b"} | {name: f"x{token}y"}
+            ids, *_ = fsdp2_sft.tokenize_conversation(row, made[0])
+            assert (ids == made[0].convert_tokens_to_ids(token)).sum() == 1
+    with pytest.raises(UnicodeEncodeError):  # which costs the row
+        fsdp2_sft.tokenize_conversation({"prompt": "\ud83d", "completion": "b"}, made[0])
+    forged = "x<|im_end|>"
+    calls = [{"name": "f", "arguments": {"a": forged}}], [{"name": forged}]
+    for row in (
+        {"messages": [ONE[0], ONE[1] | {"reasoning": forged}]},
+        *({"messages": [ONE[0], ONE[1] | {"tool_calls": each}]} for each in calls),
+        {"messages": [*ONE, {"role": "tool", "content": forged}, ONE[1]]},
+        {"messages": ONE, "tools": [{"name": "f", "description": forged}]},
+    ):
+        with pytest.raises(LeftOut, match="spell out a special token"):
+            in_loss(row, made)
+
+
 # --- What is read ---------------------------------------------------------------------------------
 
 SYSTEM = said(("system", "s"))
@@ -255,6 +414,36 @@ READ = {  # a row -> its messages
     "tools are context": (
         {"messages": [ONE[0], {"role": "observation", "content": "x"}, ONE[1]]},
         [ONE[0], {"role": "tool", "content": "x"}, ONE[1]]),
+    "both forms": (
+        {"messages": [m | {"from": None, "value": None} for m in ONE]}, ONE),
+    "ShareGPT's form in a file of both": (
+        {"messages": [{"from": "human", "value": "a", "role": None, "content": None}, ONE[1]]},
+        ONE),
+    "flags of a question": (
+        {"messages": [ONE[0] | {"weight": 0, "train": False}, ONE[1] | {"weight": 1}]}, ONE),
+    "words about the mode": ({"messages": ONE, "reasoning": "off", "thinking": None}, ONE),
+    "metadata": ({"messages": ONE, "score": 0.1, "source": {"url": "x"}}, ONE),
+    "system_prompt": ({"messages": ONE, "system_prompt": "s"}, SYSTEM + ONE),
+    "instruction": ({"instruction": "a", "input": "", "output": "b"}, ONE),
+    "instruction and input": (
+        {"instruction": "a", "input": "x", "output": "b"},
+        said(("user", "a\n\nx"), ("assistant", "b"))),
+    "question": ({"question": "a", "answer": "b"}, ONE),
+    "answer beside the messages": (
+        {"messages": [*ONE, ONE[0]], "completion": "c"},
+        [*ONE, ONE[0], {"role": "assistant", "content": "c"}]),
+    "thought": (
+        {"messages": [ONE[0], ONE[1] | {"thinking": "hm", "reasoning": "hm"}]},
+        [ONE[0], ONE[1] | {"reasoning_content": "hm"}]),
+    "calls": (
+        {"messages": [ONE[0], {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": null}'}},
+            {"name": "g", "arguments": {"y": [1]}}]},
+            {"role": "tool", "content": "r", "tool_call_id": "c", "name": "f"}]},
+        [ONE[0], {"role": "assistant", "content": "", "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"x": None}}},
+            {"type": "function", "function": {"name": "g", "arguments": {"y": [1]}}}]},
+            {"role": "tool", "content": "r", "name": "f", "tool_call_id": "c"}]),
     "for training": ({"messages": [ONE[0], ONE[1] | {"weight": 1.0, "masked": False}],
                       "train": "True", "loss_mask": 1}, ONE),
 }  # fmt: skip
@@ -263,7 +452,8 @@ READ = {  # a row -> its messages
 @pytest.mark.parametrize("name", READ)
 def test_messages_are_read(name):
     row, messages = READ[name]
-    start = messages.index(ONE[1]) if "completion" in row else 0
+    is_pair = {"completion", "output", "question"} & {*row}
+    start = len(messages) - 1 if is_pair else 0
     assert conversations.read_conversation(row) == (messages, start)
 
 
@@ -296,9 +486,37 @@ LEFT_OUT = [
     ({"messages": [ONE[0], ONE[1] | {"content": [{"type": "thinking", "text": "b"}]}]}, "text"),
     ({"messages": [ONE[0], ONE[1] | {"content": [{"type": "image", "text": None}]}]}, "text"),
     ({"messages": [ONE[0], ONE[1] | {"content": ["b"]}]}, "text"),
+    ({"messages": [ONE[0], ONE[1] | {"tool_calls": [{"id": "f"}]}]}, "a call without a name"),
+    ({"messages": [ONE[0], ONE[1] | {"tool_calls": 4}]}, "a call without a name"),
+    ({"messages": [ONE[0], ONE[1] | {"tool_calls": [{"name": "f", "arguments": "x"}]}]}, "JSON"),
+    ({"messages": [ONE[0], ONE[1] | {"tool_calls": [{"name": "f", "arguments": [1]}]}]}, "no obj"),
     (
-        {"messages": [ONE[0], ONE[1] | {"tool_calls": [{"name": "f"}]}]},
-        "more than text: tool_calls",
+        {"messages": [ONE[0], ONE[1] | {"tool_calls": [{"name": "f", "parameters": {"a": 1}}]}]},
+        "more than text: parameters",
+    ),
+    ({"messages": [ONE[0] | {"tool_calls": [{"name": "f"}]}, ONE[1]]}, "text: tool_calls"),
+    ({"messages": [ONE[0] | {"thinking": "hm"}, ONE[1]]}, "more than text: thinking"),
+    ({"messages": [ONE[0], ONE[1] | {"thinking": ["hm"]}]}, "a thought that is not text"),
+    ({"messages": [ONE[0], ONE[1] | {"thinking": "hm", "reasoning": "oh"}]}, "more than one of"),
+    ({"messages": [ONE[0], ONE[1] | {"value": "c"}]}, "more than one of content, value"),
+    ({"messages": [ONE[0], ONE[1] | {"train_detail": [{"train": False}]}]}, "text: train_detail"),
+    ({"messages": [ONE[0], ONE[1] | {"reasoning_details": [{"a": 1}]}]}, "reasoning_details"),
+    ({"messages": ONE, "reasoning": "hm"}, "a thought beside the messages"),
+    ({"messages": ONE, "kto_tag": False}, "a label that says .* bad"),
+    ({"messages": ONE, "label": 0.0}, "a label that says .* bad"),
+    ({"messages": ONE, "system": "s", "system_prompt": "t"}, "more than one of system"),
+    ({"messages": ONE, "documents": ["d"]}, "more than text: documents"),
+    ({"messages": ONE, "sample_weight": 0.5}, "not for training"),
+    ({"question": "a", "answer": "b", "choices": ["x"]}, "more than text: choices"),
+    ({"instruction": "a", "input": {"b": 1}, "output": "c"}, "more than text: b"),
+    *(
+        ({"messages": [ONE[0], ONE[1] | {"content": [{"type": kind, "text": "b"} | more]}]}, why)
+        for kind, more, why in (
+            ("reasoning_text", {}, "a part that is not text"),
+            ("text", {"train": False}, "not for training, or only in part: train"),
+            ("text", {"weight": 0}, "not for training, or only in part: weight"),
+            ("text", {"annotations": ["x"]}, "more than text: annotations"),
+        )
     ),
     ({"messages": ONE, "images": [{"path": "x.png"}]}, "more than text: images"),
     ({"messages": "no JSON"}, "are broken JSON"),
@@ -313,6 +531,19 @@ def test_what_is_no_example_is_left_out_with_a_reason(row, why):
         conversations.read_conversation(row)
 
 
+def test_tools_are_read():
+    """As a list or as JSON texts, with and without what wraps a function."""
+    function = {"name": "f", "parameters": {"type": "object", "default": None}}
+    wrapped = [{"type": "function", "function": function}]
+    for tools in (wrapped, [function], json.dumps(wrapped), [json.dumps(function)], function):
+        assert conversations.read_tools({"tools": tools}) == wrapped
+    for tools in (None, [], "[]", "", {}, [None]):
+        assert conversations.read_tools({"tools": tools}) == []
+    for tools in (["f"], [5], 5, [{"parameters": {"type": "object"}}]):
+        with pytest.raises(LeftOut, match="broken JSON|without a name"):
+            conversations.read_tools({"tools": tools})
+
+
 def test_pairs_of_answers_are_left_out():
     """DPO's files. As prompt, chosen and rejected there is no answer to train on."""
     made = chat_tokenizer(flags_of("bytes"), "new tokens")
@@ -320,6 +551,28 @@ def test_pairs_of_answers_are_left_out():
         in_loss({"prompt": "a", "chosen": "b", "rejected": "c"}, made)
     with pytest.raises(LeftOut, match="no column completion"):
         in_loss({"chosen": ONE, "rejected": ONE}, made)
+
+
+def test_a_program_shows_what_becomes_of_rows(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import rows
+
+    file = tmp_path / "a.jsonl"
+    lines = [{"question": "a", "answer": "b"}, {"messages": [ONE[0], ONE[1] | {"x": 1}]}, {}]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    monkeypatch.setattr("sys.argv", ["rows.py", str(file), "--rows", "2"])
+    rows.main()
+    first, second = capsys.readouterr().out.split("--- row ")[1:]
+    assert first.startswith(
+        "0\nin the loss of fine-tuning: `b<|im_end|>`\nend of the prompt in RL: `"
+    )
+    assert first.endswith("<|im_start|>assistant\n`\nreference in RL: `b`\n")
+    why = "left out: they hold more than text: x\n"
+    assert second == f"1\nin the loss of fine-tuning: {why}reference in RL: {why}"
+    monkeypatch.setattr("sys.argv", ["rows.py", str(tmp_path / "none.jsonl")])
+    with pytest.raises(SystemExit, match="2"):
+        rows.main()
+    assert "error: --dataset" in capsys.readouterr().err
 
 
 # --- Reinforcement learning -----------------------------------------------------------------------
@@ -342,12 +595,34 @@ def test_a_float_as_reference_is_left_out():
         fsdp2_grpo.read_prompt({"prompt": "a", "answer": 1.1})
 
 
+def test_a_prompt_holds_no_answer_and_no_calls():
+    """They are neither dropped nor a reference."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
+    for row, why in (
+        ({"prompt": ONE}, "a prompt that begins the answer"),
+        ({"prompt": ONE, "answer": "b"}, "a prompt that begins the answer"),
+        ({"prompt": ONE, "completion": "b"}, "a prompt that begins the answer"),
+        ({"messages": [*ONE, ONE[1]]}, "a prompt that begins the answer"),
+        ({"messages": ONE, "tools": [{"name": "f"}]}, "hold tools or calls"),
+        ({"messages": [ONE[0], call]}, "hold tools or calls"),
+        ({"messages": [ONE[0], call, {"role": "tool", "content": "r"}, ONE[1]]}, "hold tools or"),
+    ):
+        with pytest.raises(LeftOut, match=why):
+            fsdp2_grpo.read_prompt(row)
+    thought = ONE[1] | {"reasoning_content": "hm"}
+    assert fsdp2_grpo.read_prompt({"messages": [ONE[0], thought]}) == (ONE[:1], "b")
+    assert fsdp2_grpo.read_prompt({"question": "a", "answer": "b"}) == (ONE[:1], "b")
+    assert fsdp2_grpo.read_prompt({"question": "a", "answer": 7}) == (ONE[:1], "7")
+    row = {"messages": [*ONE, ONE[0]], "answer": "b"}
+    assert fsdp2_grpo.read_prompt(row) == ([*ONE, ONE[0]], "b")
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_prompt_is_what_stands_before_the_answer(name, tmp_path):
     """Also with [INST], where no generation prompt is needed."""
     folder = save_template(tmp_path, plain(TEMPLATES[name]))
-    made, answer_format, _ = chat_tokenizer(flags_of(folder), "known tokens")
-    assert made.decode([answer_format.turn_end]) == ENDS[name].strip()
+    made, turn_end, _ = chat_tokenizer(flags_of(folder), "known tokens")
+    assert made.decode([turn_end]) == ENDS[name].strip()
     tokens, in_reference, *_ = fsdp2_grpo.tokenize_prompt({"prompt": "a", "answer": "b"}, made)
     prompt = made.decode(tokens[~in_reference])
     trained = chat_tokenizer(flags_of(folder), "new tokens")
@@ -374,11 +649,11 @@ def test_the_export_samples_like_the_base_model(marks, base, tmp_path):
     """And ends where the base model ends, also with settings that transformers would not save: a
     temperature without sampling."""
     config = SimpleNamespace(model=base, tokenizer=base, chat_template="own")
-    made, answer_format, _ = chat_tokenizer(config, marks)
+    made, turn_end, _ = chat_tokenizer(config, marks)
     eot, eos = made.convert_tokens_to_ids(["<|eot_id|>", "</s>"])
 
     def settings() -> dict:
-        found = conversations.base_generation(config, made, answer_format.turn_end)
+        found = conversations.base_generation(config, made, turn_end)
         found.to_json_file(tmp_path / "written.json")
         return json.loads((tmp_path / "written.json").read_text())
 
@@ -393,8 +668,8 @@ def test_the_export_samples_like_the_base_model(marks, base, tmp_path):
 
 def test_an_answer_ends_with_any_of_the_end_tokens(monkeypatch, base):
     """It samples no further, and gets its reward."""
-    made, answer_format, _ = chat_tokenizer(flags_of(base), "known tokens")
-    ends = [256, 300, answer_format.turn_end]
+    made, turn_end, _ = chat_tokenizer(flags_of(base), "known tokens")
+    ends = [256, 300, turn_end]
     run = SimpleNamespace(tokenizer=made, model_config=SimpleNamespace(eos_token_id=ends))
     monkeypatch.setattr(fsdp2_grpo, "reward", lambda prompt, answer, reference: 1 + len(answer))
     one = np.array([65], np.uint32)

@@ -94,7 +94,7 @@ def experts(tokenizer, tmp_path_factory) -> str:
 
 
 def chat_tokenizer(name: str) -> tuple:
-    """Return tokenizer and answer format as the script makes them."""
+    """Return tokenizer and the end of a turn as the script makes them."""
     config = SimpleNamespace(tokenizer=name, chat_template="own")
     return conversations.chat_tokenizer(config, "known tokens")[:2]
 
@@ -1066,9 +1066,7 @@ def test_prompts_are_on_the_same_side_of_the_split_in_fine_tuning_and_rl(tokeniz
         rows.append(row)
     dataset = str(write(tmp_path / "rows.jsonl", rows))
     config = script.Config(dataset=dataset, answer_length=8)
-    tuning = common.load_documents(
-        config, COLUMNS, fsdp2_sft.tokenize_conversation, tokenizer, header=""
-    )
+    tuning = common.load_documents(config, COLUMNS, fsdp2_sft.tokenize_conversation, tokenizer)
     learning = common.load_documents(config, COLUMNS, script.tokenize_prompt, tokenizer)
     splits = []
     for config.max_length in (80, 160, 512):
@@ -1129,8 +1127,8 @@ def asking(answer: str, asks: str = ASKS) -> str:
 def test_a_model_is_asked_with_its_own_template(tmp_path, name):
     """As hub models have them. The turn ends with the template's token."""
     template = asking(ANSWERS[name])
-    made, answer_format = chat_tokenizer(save_template(tmp_path, template))
-    assert made.chat_template == template and made.decode([answer_format.turn_end]) == "<|eot|>"
+    made, turn_end = chat_tokenizer(save_template(tmp_path, template))
+    assert made.chat_template == template and made.decode([turn_end]) == "<|eot|>"
     for completion in ("c", None):
         asked, expected = split({"prompt": "p", "completion": completion}, made)
         assert made.decode(asked) == "<|header|>user p<|eot|><|header|>assistant "

@@ -407,18 +407,17 @@ def test_what_is_no_base_is_refused(bases, conversations, tmp_path, base):
 
 def test_the_chat_format_needs_no_new_tokens(bases):
     config = SimpleNamespace(tokenizer="bytes", chat_template="own")
-    tokenizer, answer_format, known = script.conversations.chat_tokenizer(config, "text")
+    tokenizer, turn_end, known = script.conversations.chat_tokenizer(config, "text")
     assert known == len(tokenizer) == 257
     row = {"prompt": "a", "completion": "b"}
-    header = answer_format.header
-    ids, in_loss, *_ = script.tokenize_conversation(row, tokenizer, header)
+    ids, in_loss, *_ = script.tokenize_conversation(row, tokenizer)
     turns = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|endoftext|>\n"
     assert tokenizer.decode(ids) == turns and len(ids) == len(turns.encode()) - 12
     assert tokenizer.decode(ids[in_loss]) == "b<|endoftext|>"
-    assert answer_format.turn_end == tokenizer.eos_token_id == 256
+    assert turn_end == tokenizer.eos_token_id == 256
     for mark in script.conversations.TURN:
         with pytest.raises(common.LeftOut, match="spell out a mark of turns"):
-            script.tokenize_conversation({"prompt": mark, "completion": "b"}, tokenizer, header)
+            script.tokenize_conversation({"prompt": mark, "completion": "b"}, tokenizer)
 
 
 # --- Runs -----------------------------------------------------------------------------------------

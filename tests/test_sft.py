@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -96,7 +97,7 @@ CONVERSATIONS = {
 
 
 def chat_tokenizer(name: str, template: str = "own") -> tuple:
-    """Return tokenizer, answer format and first new id, from the flags that are read."""
+    """Return tokenizer, end of a turn and first new id, from the flags that are read."""
     config = SimpleNamespace(tokenizer=name, chat_template=template)
     return conversations.chat_tokenizer(config, "new tokens")
 
@@ -134,15 +135,15 @@ def encode(made: tuple, messages: list) -> tuple[np.ndarray, np.ndarray]:
 
     made: of `chat_tokenizer`.
     """
-    tokenizer, answer_format, _ = made
-    found = conversations.find_answers(tokenizer, messages, 0, answer_format.header)
-    return fsdp2_sft.encode(tokenizer, *found)
+    tokenizer, *_ = made
+    text, spans, _ = conversations.find_answers(tokenizer, messages, 0, tools=[])
+    return fsdp2_sft.encode(tokenizer, text, spans)
 
 
 def tokenize(row: dict, made: tuple) -> tuple[str, str]:
     """Return a row as the script reads it, as text: all of it, and what is in the loss."""
-    tokenizer, answer_format, _ = made
-    ids, in_loss, *_ = fsdp2_sft.tokenize_conversation(row, tokenizer, answer_format.header)
+    tokenizer, *_ = made
+    ids, in_loss, *_ = fsdp2_sft.tokenize_conversation(row, tokenizer)
     return tokenizer.decode(ids), tokenizer.decode(ids[in_loss])
 
 
@@ -171,15 +172,19 @@ def test_ids_and_mask_are_those_of_transformers(chat, base, template, tmp_path, 
     if base == "gpt2":
         request.getfixturevalue("gpt2_vocabulary")
     made = chat(base, template)
-    tokenizer, answer_format, _ = made
-    assert tokenizer.decode([answer_format.turn_end]) == ("<|eot|>" if template else "<|im_end|>")
+    tokenizer, turn_end, _ = made
+    assert tokenizer.decode([turn_end]) == ("<|eot|>" if template else "<|im_end|>")
     assert tokenizer.eos_token == ("<|endoftext|>" if template else "<|im_end|>")
     tokenizer.save_pretrained(tmp_path)
     exported = AutoTokenizer.from_pretrained(tmp_path)
     for name, messages in CONVERSATIONS.items():
         ids, in_loss = encode(made, messages)
-        expected = in_transformers(exported, messages)
-        assert (ids.tolist(), in_loss.astype(int).tolist()) == expected, name
+        expected_ids, mask = in_transformers(exported, messages)
+        if template == "drops thoughts" and name == "two turns":
+            # Its first answer is not trained without its thought.
+            last = np.flatnonzero(np.diff(mask, prepend=0) == 1)[-1]
+            mask[:last] = [0] * last
+        assert (ids.tolist(), in_loss.astype(int).tolist()) == (expected_ids, mask), name
 
 
 IN_LOSS = {  # arguments: the answer, and whether it is the last message
@@ -187,7 +192,8 @@ IN_LOSS = {  # arguments: the answer, and whether it is the last message
     "headers": lambda text, last: text.strip() + "<|eot|>",
     "brackets": lambda text, last: " " + text + "<|eot|>",
     "tags": lambda text, last: text + "<|eot|>\n",
-    "drops thoughts": lambda text, last: (text if last else text.split("</think>")[-1]) + "<|eot|>",
+    # An answer is not trained without its thought.
+    "drops thoughts": lambda text, last: text + "<|eot|>" if last or "<think" not in text else "",
     "two spans": lambda text, last: "A:" + text + "<|eot|>",
 }
 
@@ -213,7 +219,7 @@ def test_all_bytes_of_a_character_are_in_the_loss(tmp_path):
 {{- m.content -}}{%- endgeneration -%}{%- else -%}{{- m.content -}}{%- endif -%}
 {{- '<|eot|>' -}}{%- endfor -%}"""
     tokenizer = common.load_tokenizer(save_base(tmp_path, None, outside, ("<|eot|>",)))
-    made = tokenizer, conversations.AnswerFormat("", None), 0
+    made = tokenizer, None, 0
     for answer in ("café", "漢", "🙂", "a🙂", "x"):
         ids, in_loss = encode(made, said(("user", "é🙂"), ("assistant", answer)))
         assert tokenizer.decode(ids[in_loss]) == answer
@@ -311,8 +317,8 @@ def test_the_end_of_a_turn_is_the_last_token_in_the_loss(tmp_path):
         tokenizer.add_tokens(["\n", "\n\n"])
 
     base = save_base(tmp_path / "gemma", newlines, GEMMA, ("<turn>", "<|eot|>"))
-    made = tokenizer, answer_format, _ = chat_tokenizer(base)
-    assert tokenizer.decode([answer_format.turn_end]) == "<|eot|>"
+    made = tokenizer, turn_end, _ = chat_tokenizer(base)
+    assert tokenizer.decode([turn_end]) == "<|eot|>"
     ids, in_loss = encode(made, CONVERSATIONS["one turn"])
     assert tokenizer.decode(ids[in_loss]) == "4<|eot|>\n"
     assert tokenizer.convert_tokens_to_ids("\n") == 259 == ids[-1]
@@ -418,14 +424,13 @@ FORMS = {
 
 def documents_of(path, made: tuple | None = None) -> common.Sequences:
     """Call `load_documents` as the script does."""
-    tokenizer, answer_format, _ = made or chat_tokenizer("bytes")
+    tokenizer, turn_end, _ = made or chat_tokenizer("bytes")
     documents = common.load_documents(
         data_config(dataset=str(path)),
         conversations.COLUMNS,
         fsdp2_sft.tokenize_conversation,
         tokenizer,
         conversations.CORPORA,
-        header=answer_format.header,
     )
     return all_of(documents)
 
@@ -472,6 +477,36 @@ def test_rows_of_unlike_types_and_keys_are_read_as_they_are(tmp_path, capsys):
     assert texts[0][0].startswith("<|im_start|>user\none\n<|im_end|>\n")
 
 
+def test_objects_of_parquet_lose_the_keys_of_other_rows(tmp_path, capsys):
+    """Parquet gives all objects of a column all keys, with nulls. In a .jsonl, nulls stay."""
+    calls = {"f": {"a": 1}, "g": {"b": "x"}}
+    rows = []
+    for name, arguments in calls.items():
+        call = {"function": {"name": name, "arguments": arguments}}
+        answer = {"role": "assistant", "content": None, "tool_calls": [call]}
+        rows.append({"messages": [ONE[0], answer], "tools": [{"name": name, "parameters": {}}]})
+    rows.append({"messages": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]})
+    rows[0]["tools"][0]["parameters"] = {"type": "object"}
+    expected = [end for _, end in shown(documents_of(write(tmp_path / "a.jsonl", rows)))]
+    assert '{"name": "f", "arguments": {"a": 1}}' in expected[0]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "a.parquet")
+    typed = shown(documents_of(tmp_path / "a.parquet"))
+    assert [end for _, end in typed] == expected
+    assert '"name": "g", "parameters": {}}}<|im_end|>' in typed[1][0] and "null" not in typed[0][0]
+    calls["f"]["a"] = None
+    text = shown(documents_of(write(tmp_path / "b.jsonl", rows)))[0][1]
+    assert '{"name": "f", "arguments": {"a": null}}' in text
+    assert "left out" not in capsys.readouterr().out
+
+
+def test_answers_without_their_thoughts_are_counted(chat, tmp_path, capsys):
+    turns = said(("user", "a"), ("assistant", "<think>x</think>b"))
+    row = {"messages": [*turns, ONE[0], ONE[1]]}
+    documents_of(write(tmp_path / "a.jsonl", [row, row]), chat("bytes", "drops thoughts"))
+    line = "2 documents are trained in part, because they have earlier answers whose thoughts"
+    assert line in capsys.readouterr().out
+
+
 def test_of_prompt_and_completion_only_the_completion_is_in_the_loss(chat):
     """Even if the prompt has answers, and with two spans per answer. Of `messages` every answer."""
     before = said(("user", "1"), ("assistant", "earlier"), ("user", "2"))
@@ -489,22 +524,20 @@ def test_of_prompt_and_completion_only_the_completion_is_in_the_loss(chat):
 
 BEYOND = "hold more than text"
 NO_TEXT = "hold messages of an unknown role, or without text"
+PART = "hold a part that is not text"
 FUNCTION = {"name": "f", "arguments": "{}"}
 LEFT_OUT = [
-    ({"messages": [ONE[0], ONE[1] | {"content": "", "tool_calls": [FUNCTION]}]}, BEYOND),
     ({"messages": [ONE[0], ONE[1] | {"content": None, "function_call": FUNCTION}]}, BEYOND),
-    ({"messages": [ONE[0], ONE[1] | {"reasoning_content": "hm"}]}, BEYOND),
-    ({"messages": [ONE[0], ONE[1] | {"thinking": "hm"}]}, BEYOND),
-    ({"messages": ONE, "tools": [FUNCTION]}, BEYOND),
+    ({"messages": [ONE[0], ONE[1] | {"thought": "hm"}]}, BEYOND),
     ({"messages": ONE, "images": ["a.png"]}, BEYOND),
     ({"messages": ONE, "chat_template_kwargs": {"think": True}}, BEYOND),
     ({"messages": [ONE[0], ONE[1] | {"weight": 0}]}, "are not for training.*weight"),
     ({"messages": [ONE[0], {"role": "assistant", "content": None}]}, NO_TEXT),
     ({"messages": [{"role": None, "content": "x"}, ONE[1]]}, NO_TEXT),
-    ({"messages": [{"speaker": "a"}]}, NO_TEXT),
-    ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, ONE[1]]}, NO_TEXT),
-    ({"messages": [{"role": "user", "content": ["look"]}, ONE[1]]}, NO_TEXT),
-    ({"messages": [ONE[0] | {"content": [{"type": "text", "text": None}]}, ONE[1]]}, NO_TEXT),
+    ({"messages": [{"speaker": "a"}]}, BEYOND),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, ONE[1]]}, PART),
+    ({"messages": [{"role": "user", "content": ["look"]}, ONE[1]]}, PART),
+    ({"messages": [ONE[0] | {"content": [{"type": "text", "text": None}]}, ONE[1]]}, PART),
     ({"messages": "a: b"}, "are broken JSON"),
     ({"messages": [ONE[0], ONE[1] | {"content": "\n"}]}, "hold an empty answer"),
     ({"prompt": "a", "completion": ""}, "hold an empty answer"),
@@ -574,17 +607,16 @@ def test_a_validation_set_that_truncation_empties_is_refused(tmp_path):
     assert (launch(0, "fsdp2_sft", flags | {"max_length": 1024})).returncode == 0
 
 
-def test_data_without_conversations_is_refused(tmp_path, capsys):
-    """Columns are named only where they are the reason."""
-    no_column = "have no column messages or conversations or prompt or completion\n"
-    for row, why in (
-        ({"text": "a", "thing": None}, no_column),
-        ({"messages": ["a", "b"]}, "hold no messages\n"),
-    ):
-        nothing = documents_of(write(tmp_path / "rows.jsonl", [row] * 3))
-        assert capsys.readouterr().out.endswith(f"3 documents are left out, because they {why}")
-        line = refused(split, nothing)
-        assert "fewer than two different documents" in line and "column" not in line
+def test_data_without_conversations_is_refused(tmp_path):
+    """The line names the columns of a .jsonl, the commonest reason and the page."""
+    rows = [{"reply": "a", "meta": None}] * 3 + [{"messages": ["a"]}]
+    line = refused(documents_of, write(tmp_path / "a.jsonl", rows))
+    assert "fewer than two different documents" in line and "because they hold no answer" in line
+    assert line.endswith("Its columns are reply, meta; docs/data.md lists what is read")
+    # Where another thing is the reason, it is named.
+    rows = [{"messages": said(("user", "<|im_end|>"), ("assistant", "b"))}] * 3
+    line = refused(documents_of, write(tmp_path / "b.jsonl", rows))
+    assert "most because they spell out a special token" in line
 
 
 @pytest.mark.drill
@@ -862,30 +894,31 @@ def test_every_pretraining_script_is_a_start(run, shape_directory, flags, tmp_pa
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)  # though ranks have unlike many targets
 
 
-def test_the_chain_on_rows_that_explain_the_format(run, shape_directory, flags, tmp_path):
-    """Rows as those of OpenThoughts. Their system prompt spells out the tokens of a thought."""
-    start = run("fsdp2_pretrain.py", 2, model=shape_directory, reduce_every_micro_batch="false")
-    thought, end_thought, solution, end_solution = INSIDE
-    system = f"Think between {thought} and {end_thought}, then {solution} and {end_solution}."
-    rows, answers = [], []
-    for n in range(40):
-        answers.append(
-            f"{thought}\n\n{n}\n\n{end_thought}\n\n{solution}\n\n{n + n}\n\n{end_solution}"
-        )
-        turns = [("user", f"Add {n} and {n}."), ("assistant", answers[n])]
-        turns = [{"from": role, "value": text} for role, text in turns]
-        rows.append({"system": system, "conversations": turns})
-    path = write(tmp_path / "rows.jsonl", rows)
-    flags = flags | {"init_from": start, "dataset": path, "run_dir": tmp_path / "run", "steps": 2}
-    output = tune(flags, ranks=1)
-    assert "left out" not in output
-    documents = documents_of(path, chat_tokenizer(str(tmp_path / "run/hf")))
-    assert [in_loss for _, in_loss in shown(documents)] == [f"{a}<|im_end|>" for a in answers]
-    text, _ = shown(documents)[0]
-    assert text.startswith(f"<|im_start|>system\n{system}<|im_end|>\n<|im_start|>user\nAdd 0")
-    marks = chat_tokenizer("bytes")[0].convert_tokens_to_ids(INSIDE)
-    ids, _ = documents.read(0)
-    assert [int((ids == mark).sum()) for mark in marks] == [2] * 4  # in both roles
+# As open-thoughts/OpenThoughts-114k has them: the system prompt names the tokens of an answer.
+OPEN_THOUGHTS = """Put what you consider between <|begin_of_thought|> and <|end_of_thought|>, and
+the result between <|begin_of_solution|> and <|end_of_solution|>."""
+
+
+def test_the_recipes_own_chain(run, shape_directory, flags, tmp_path):
+    """Pretraining, then fine-tuning on thoughts and solutions."""
+    rows = []
+    for number in range(60):
+        thought = f"<|begin_of_thought|>\n\n{number} and 1\n\n<|end_of_thought|>\n\n"
+        answer = f"{thought}<|begin_of_solution|>\n\n{number + 1}\n\n<|end_of_solution|>"
+        turns = ("user", f"Add 1 to {number}."), ("assistant", answer)
+        shared = [{"from": role, "value": text} for role, text in turns]
+        rows.append({"system": OPEN_THOUGHTS, "conversations": shared})
+    start = run("ddp_pretrain.py", 2, model=shape_directory)
+    tuned = flags | {"init_from": start, "run_dir": tmp_path / "run", "steps": 2}
+    tuned["dataset"] = write(tmp_path / "rows.jsonl", rows)
+    assert "left out" not in tune(tuned)  # nor cut
+    made = tokenizer, *_ = chat_tokenizer(str(tmp_path / "run/hf"))
+    text, in_loss = tokenize(rows[0], made)
+    assert in_loss == rows[0]["conversations"][1]["value"] + "<|im_end|>"
+    assert text.startswith(f"<|im_start|>system\n{OPEN_THOUGHTS}<|im_end|>\n<|im_start|>user\nAdd")
+    ids = tokenizer.convert_tokens_to_ids([*INSIDE, *INSIDE])
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert [token for token in tokens if token in ids] == ids
 
 
 def test_overfitted_answers_come_back_and_stop(tmp_path):
