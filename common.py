@@ -788,6 +788,29 @@ def fetch_weights(name: str) -> str:
         )
 
 
+def weights_fingerprint(directory: str) -> str:
+    """Return a hash of a directory's safetensors files, to refuse other files later. A collective.
+
+    The first rank of each node reads names, sizes, and the first and last MiB of each file, or all
+    of the files if they are below 1 GiB together. To read a large model would take minutes.
+    """
+    own = None
+    if os.environ["LOCAL_RANK"] == "0":
+        own = []
+        with refusing(f"cannot read {directory}"):
+            paths = sorted(Path(directory).glob("*.safetensors"))
+            size = sum(path.stat().st_size for path in paths)
+            for path in paths:
+                content = np.memmap(path, mode="r")
+                ends = [content[: 2**20], content[-(2**20) :]]
+                parts = ends if size >= 2**30 else [content]
+                own += [path.name, len(content), *map(xxhash.xxh3_128_hexdigest, parts)]
+    of_nodes = [facts for facts in gather(own) if facts is not None]
+    if any(facts != of_nodes[0] for facts in of_nodes):
+        refuse(f"{directory} holds other weights on another node")
+    return fingerprint(of_nodes[0])
+
+
 def load_weights(model: nn.Module, directory: str, skip: tuple = ()) -> None:
     """Fill full or sharded parameters from the safetensors files of a Hugging Face directory.
 
@@ -830,7 +853,7 @@ def save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 # The facts that a resumed run must share with its checkpoint: they decide what a step trains on.
 PLAN = """max_length pad_to_multiple_of batching micro_batch_tokens global_batch_tokens seed
-    init_from model_hash tokenizer_hash data_hash""".split()
+    init_from weights_hash model_hash tokenizer_hash data_hash""".split()
 
 
 class ApplicationState(Stateful):

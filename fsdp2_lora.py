@@ -36,9 +36,7 @@ import os
 import re
 import shutil
 import time
-import zlib
 from collections import Counter
-from dataclasses import field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -144,7 +142,6 @@ class Config(Flags):
         False,
         "reduce-scatter gradients in every micro-batch, not once per step: less memory, more sent",
     )
-    base: str = field(default="", init=False)  # not a flag: see `identify_base`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -294,22 +291,6 @@ def adapters_of(model: nn.Module) -> nn.Module:
                 module = getattr(module, part)
             module.register_parameter(last, parameter)
     return adapters
-
-
-def identify_base(directory: Path) -> str:
-    """Return a hash of the base. A checkpoint lacks the base, so a resumed run must have the same.
-
-    It covers the config, and of each file of weights its size and last million bytes. To read
-    all of a large model would take minutes.
-    """
-    if (directory / "adapter_config.json").exists():
-        common.refuse(f"--init_from {directory} holds adapters; give the base that they belong to")
-    facts = []
-    with common.refusing(f"--init_from {directory}"):
-        for path in sorted([*directory.glob("config.json"), *directory.glob("*.safetensors")]):
-            content = np.memmap(path, mode="r")
-            facts += [path.name, len(content), zlib.crc32(content[-1_000_000:])]
-    return common.fingerprint(facts)
 
 
 # --- The base in 4 bits ---------------------------------------------------------------------------
@@ -657,7 +638,8 @@ def main() -> partial | None:
     accumulation = micro_batches_per_rank(config, ranks)
     if config.init_from is None:
         common.refuse("--init_from is missing: adapters change a pretrained model")
-    config.base = identify_base(Path(config.init_from))
+    if Path(config.init_from, "adapter_config.json").exists():
+        common.refuse(f"--init_from {config.init_from} holds adapters; give their base")
 
     # Tokenizing can take longer than a collective may wait, so do it before the ranks meet.
     tokenizer, answer_format, known_ids = conversations.chat_tokenizer(config, "text")
@@ -690,7 +672,7 @@ def main() -> partial | None:
     default = 1e-2 if model.num_parameters() < 10_000_000 else 2e-4
     set_learning_rates(config, default, ratio=10)  # a high rate ruins what a large model knows
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
-    plan = [*common.PLAN, "base", "base_precision", "rank", "alpha", "target"]
+    plan = [*common.PLAN, "base_precision", "rank", "alpha", "target"]
     # Find out before the model takes memory and time whether this run may start.
     checkpoints = common.Checkpoints(config, run.directory, run.facts, run.save_files, device)
     checkpoint, progress = checkpoints.find(config.resume, plan)

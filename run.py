@@ -384,6 +384,7 @@ class Run:
         architecture = model.config.to_diff_dict() | {"transformers_version": "", "dtype": ""}
         content = np.bitwise_xor(data["group"], data["lengths"])
         self.facts = vars(config) | {
+            "weights_hash": config.init_from and common.weights_fingerprint(config.init_from),
             "model_hash": fingerprint(architecture),
             "tokenizer_hash": fingerprint(tokenizer.backend_tokenizer.to_str()),
             "data_hash": xxhash.xxh3_128_hexdigest(content),

@@ -119,7 +119,6 @@ def make_session(folder: Path, batching: str) -> shared.Session:
     config = config_of(folder, batching)
     session = shared.Session(fsdp2_lora, config, load_data(folder, config))
     config.init_from = config.model
-    config.base = fsdp2_lora.identify_base(Path(config.init_from))
     fsdp2_lora.load_weights(session.model, config.init_from)
     return session
 

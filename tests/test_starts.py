@@ -133,7 +133,7 @@ def test_other_weights_do_not_start_in_the_directory_of_a_run(flags, weights_dir
     """The old run would continue, and nobody would read the new weights."""
     start = flags | {"init_from": weights_directory, "tokenizer": "bytes", "run_dir": copied}
     line = refused(start, copied)
-    assert f"was written with init_from None (now {weights_directory}); resume with the" in line
+    assert f"was written with init_from None (now {weights_directory}), weights_hash None" in line
 
 
 # --- What a start says and keeps ------------------------------------------------------------------

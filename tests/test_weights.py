@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -153,3 +154,27 @@ def test_a_head_under_a_tied_config_is_refused(tmp_path):
     embedding = tensors["model.embed_tokens.weight"]
     save_file(tensors | {"lm_head.weight": embedding + 1}, tmp_path / "model.safetensors")
     assert "it has a lm_head.weight" in refused(load, tmp_path)
+
+
+def test_weights_are_known_by_their_files(tmp_path, monkeypatch):
+    """Of large ones, the first and the last MiB. The file is sparse."""
+    monkeypatch.setattr(common, "gather", lambda value: [value, None, value])
+    known = partial(common.weights_fingerprint, str(tmp_path))
+    (tmp_path / "a.safetensors").write_bytes(bytes(3 * 2**20))
+    (tmp_path / "config.json").write_text("{}")
+    seen = [known()]
+    (tmp_path / "config.json").unlink()
+    assert known() == seen[0]
+    for size, place in ((3, 1.5), (1024, 0.5), (1024, 1023.5), (1024, 512)):  # MiB
+        with open(tmp_path / "a.safetensors", "r+b") as file:
+            file.truncate(size * 2**20)
+            file.seek(int(place * 2**20))
+            file.write(b"1")
+        seen.append(known())
+    assert len({*seen}) == 4 and seen[-1] == seen[-2]
+    (tmp_path / "a.safetensors").rename(tmp_path / "b.safetensors")
+    assert known() not in seen
+    monkeypatch.setattr(common, "gather", lambda value: [value, ["b.safetensors", 1, "0"]])
+    assert refused(known) == f"{tmp_path} holds other weights on another node"
+    (tmp_path / "b.safetensors").write_bytes(b"")
+    assert refused(known).startswith(f"cannot read {tmp_path}: ")
