@@ -644,11 +644,11 @@ def policy_loss(
         teacher_log_probs: as `log_probs`, from --teacher.
     """
     if teacher_log_probs is not None:
-        # Its mean is KL(model || teacher), the reverse KL, of a token whose prefix the model has
-        # sampled (k1 of Schulman). As an advantage, the negative gives the exact gradient of that
-        # KL in expectation over the token, if the prefix is held fixed: a discount of 0 (arXiv
-        # 2306.13649, thinkingmachines.ai/blog/on-policy-distillation). The gradient of the KL of
-        # whole answers would add the log ratios of later tokens (arXiv 2306.08543).
+        # An estimate (k1) of each token's KL(model || teacher), the reverse KL. As an advantage, its
+        # negative gives the exact gradient of this KL in expectation over the token, at a prefix
+        # that the model has sampled and that is held fixed: discount 0 (arXiv 2306.13649, and
+        # thinkingmachines.ai/blog/on-policy-distillation). The gradient of the KL between whole
+        # answers would add the log ratios of later tokens (arXiv 2306.08543).
         teacher_kl = old_log_probs - teacher_log_probs  # [tokens]
         advantages = advantages - (config.teacher_weight or 1) * teacher_kl
     log_ratio = log_probs - old_log_probs

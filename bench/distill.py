@@ -41,9 +41,9 @@ import conversations
 import fsdp2_grpo as script
 
 LENGTH, ANSWER = 320, 80  # tokens of a sequence, and of an answer
-PRETRAINING, TUNING = {"teacher": 60, "student": 60}, {"teacher": 80, "student": 15}
-STEPS = {"on-policy": (10, 20, 40), "off-policy": (20, 40, 80)}
-ANSWERS = 1024  # of the teacher
+PRETRAINING, TUNING = {"teacher": 60, "student": 60}, {"teacher": 30, "student": 10}
+STEPS = {"on-policy": (30,), "off-policy": (120,)}
+ANSWERS = 512  # of the teacher
 COLORS = {"on-policy": "#1d3557", "off-policy": "#e76f51"}
 
 
@@ -109,7 +109,7 @@ class Runs:
     def measure(self, who: str) -> dict[str, float]:
         """Return divergence and reward on held-out prompts, before a step that changes nothing."""
         one = ["--steps", 1, "--learning_rate", 1e-12, "--prompts", 2, "--answers", 2]
-        held_out = ["--teacher_weight", 1, "--eval_prompts", 57, "--eval_answers", 8]
+        held_out = ["--teacher_weight", 1, "--eval_prompts", 57, "--eval_answers", 4]
         self.run(f"{who}_measured", "fsdp2_grpo", *self.learning(who), *one, *held_out)
         kinds = ("validation_kl", "validation_reward")
         return {kind: losses.read(self.folder / f"{who}_measured", kind)[0] for kind in kinds}
@@ -150,6 +150,26 @@ def teach(runs: Runs, rows: list[dict[str, str]]) -> float:
         write(path, kept)
         runs.note("answers", time.process_time() - began)
     return len(path.read_text().splitlines()) / ANSWERS
+
+
+def distill_table() -> str:
+    """Return Markdown of docs/distill.json."""
+    result = json.loads((ROOT / "docs/distill.json").read_text())
+    lines = [
+        "| | steps | CPU seconds | KL(student \\|\\| teacher) | reward |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    rows = [("teacher", "", "", result["before"]["teacher"])]
+    rows += [("student before", "", "", result["before"]["student"])]
+    rows += [
+        (way, point["steps"], f"{point['cpu_s']:.0f}", point)
+        for way in STEPS
+        for point in result[way]
+    ]
+    for name, steps, seconds, found in rows:
+        numbers = f"{found['validation_kl']:.3f} | {found['validation_reward']:.3f}"
+        lines.append(f"| {name} | {steps} | {seconds} | {numbers} |")
+    return "\n".join(lines)
 
 
 def draw(start: float, seen: dict[str, list[dict[str, float]]]) -> None:
