@@ -644,8 +644,8 @@ def policy_loss(
         teacher_log_probs: as `log_probs`, from --teacher.
     """
     if teacher_log_probs is not None:
-        # An estimate (k1) of each token's KL(model || teacher), the reverse KL. As an advantage, its
-        # negative gives the exact gradient of this KL in expectation over the token, at a prefix
+        # An estimate (k1) of each token's KL(model || teacher), the reverse KL. Its negative as the
+        # advantage gives, in expectation over the token, the exact gradient of this KL at a prefix
         # that the model has sampled and that is held fixed: discount 0 (arXiv 2306.13649, and
         # thinkingmachines.ai/blog/on-policy-distillation). The gradient of the KL between whole
         # answers would add the log ratios of later tokens (arXiv 2306.08543).
