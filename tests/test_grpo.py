@@ -844,17 +844,9 @@ def test_metrics_are_those_of_the_interface(finished):
     assert tokens.tolist() == [round(16 * line["answer_length"]) for line in training]
 
 
-def test_without_a_teacher_no_divergence_from_it_is_logged(reinforce, tmp_path):
-    done = reinforce(steps=1, reference_weight=0.0, **UNTAUGHT)
-    assert (done.returncode, done.stderr) == (0, "")
-    names = set().union(*map(dict.keys, lines(tmp_path / "run")))
-    assert {"validation_reward", "reward", "reference_kl"} <= names
-    assert not {"validation_kl", "teacher_kl"} & names
-
-
 def test_a_teacher_alone_needs_no_reward(reinforce, tmp_path):
     """Nor several answers to a prompt. The divergence falls, also on held-out prompts."""
-    own = {"answers": 1, "prompts": 32, "steps": 24, "eval_every": 24, "teacher_weight": None}
+    own = {"answers": 1, "prompts": 32, "steps": 12, "eval_every": 12, "teacher_weight": None}
     own |= {"learning_rate": 3e-2, "reference_weight": 0.0, "eval_answers": 8}
     done = reinforce("raise ValueError('called')", ranks=1, **own)
     assert (done.returncode, done.stderr) == (0, "")
@@ -880,30 +872,29 @@ def test_resume_with_another_teacher_at_the_same_path_is_refused(reinforce, fini
     assert tree(finished) == before
 
 
-def test_a_teacher_that_cannot_be_one_is_refused(reinforce, start, teacher, tokenizer, tmp_path):
-    """In one line, before a step: other ids, fewer ids, a type that is not tested, no weights."""
+def test_a_teacher_that_cannot_be_one_is_refused(reinforce, flags, start, tokenizer, tmp_path):
+    """In one line, before a step: other ids, fewer ids than the model has, no weights."""
     ids, few = tmp_path / "ids", tmp_path / "few"
     for folder in (ids, few):
         shutil.copytree(start, folder)
-    other = copy.deepcopy(tokenizer)
-    state = json.loads(other.backend_tokenizer.to_str())
-    (one, first), (two, second), *_ = state["model"]["vocab"].items()
-    state["model"]["vocab"] |= {one: second, two: first}
-    text = (ids / "tokenizer.json").read_text()
-    described = json.loads(text)
-    described["model"] = state["model"]
+    described = json.loads((ids / "tokenizer.json").read_text())
+    vocabulary = described["model"]["vocab"]
+    (one, first), (two, second), *_ = vocabulary.items()
+    vocabulary |= {one: second, two: first}
     (ids / "tokenizer.json").write_text(json.dumps(described))
+    done = reinforce(ranks=0, teacher=ids)
+    said = f"error: --teacher {ids} has another tokenizer than the model\n"
+    assert (done.returncode, done.stderr) == (2, said)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(common.Refusal, match=r"^--teacher none has no \*.safetensors here"):
+        script.find_teacher(script.Config(teacher="none"), tokenizer)
     shape = json.loads((few / "config.json").read_text())
     (few / "config.json").write_text(json.dumps(shape | {"vocab_size": 300}))
-    for folder, expected in {
-        str(ids): f"--teacher {ids} has another tokenizer than the model",
-        str(tmp_path / "none"): f"--teacher {tmp_path}/none has no *.safetensors here",
-        str(few): f"--tokenizer has 320 ids, --model {few} only 300",
-    }.items():
-        done = reinforce(ranks=0, teacher=folder)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-        assert done.stderr.startswith(f"error: {expected}"), done.stderr
-        assert not (tmp_path / "run").exists()
+    config = script.Config(**flags | {"teacher": str(few)})
+    script.find_teacher(config, tokenizer)  # the tokenizer is the same
+    run = SimpleNamespace(config=config, model_config=SimpleNamespace(vocab_size=320))
+    with pytest.raises(common.Refusal, match="has 320 ids, --model .*few only 300"):
+        script.load_frozen(config.teacher, run)
 
 
 def check_resumed(stopped, resumed, run_dir: Path, finished: Path, step: int) -> None:
@@ -1171,6 +1162,9 @@ def test_equal_rewards_are_said_and_trained_on(reinforce, tmp_path):
     assert [line.split(":")[0] for line in said] == ["step 1", "step 2"]
     training = [line for line in lines(tmp_path / "run") if "loss" in line]
     assert [(x["loss"], x["grad_norm"], x["mixed"]) for x in training] == [(0, 0, 0)] * 2
+    names = set().union(*map(dict.keys, lines(tmp_path / "run")))
+    assert {"validation_reward", "reference_kl"} <= names
+    assert not {"validation_kl", "teacher_kl"} & names  # without a teacher
 
 
 @pytest.mark.usefixtures("one_rank")
