@@ -547,7 +547,7 @@ def evaluate(
         total = sum(m["loss_arguments"]["teacher_log_probs"].sum().item() for m in micro_batches)
         # As `teacher_kl` of `policy_loss`, but with log-probabilities from sampling.
         sampled = np.concatenate([answer.log_probs for answer in answers])
-        found["validation_kl"] = sampled.mean() - sum(common.gather(total)) / len(sampled)
+        found["validation_kl"] = sampled.mean(dtype=float) - sum(common.gather(total)) / len(sampled)
     run.log({"step": step} | found)
     for name, value in found.items():
         common.say(f"step {step}: {name.replace('_', ' ')} {value:.4f}")
