@@ -546,8 +546,8 @@ def evaluate(
         # A rank that repeats a micro-batch of another one has no labels there, which adds 0.
         total = sum(m["loss_arguments"]["teacher_log_probs"].sum().item() for m in micro_batches)
         # As `teacher_kl` of `policy_loss`, but with log-probabilities from sampling.
-        sampled = np.concatenate([answer.log_probs for answer in answers])
-        found["validation_kl"] = sampled.mean(dtype=float) - sum(common.gather(total)) / len(sampled)
+        drawn = np.concatenate([answer.log_probs for answer in answers])
+        found["validation_kl"] = drawn.mean(dtype=float) - sum(common.gather(total)) / len(drawn)
     run.log({"step": step} | found)
     for name, value in found.items():
         common.say(f"step {step}: {name.replace('_', ' ')} {value:.4f}")
