@@ -853,9 +853,9 @@ def to_device(micro_batch: dict, device: torch.device) -> dict:
 # --- Weights in Hugging Face form -----------------------------------------------------------------
 
 
-def fetch_weights(name: str) -> str:
+def fetch_weights(name: str, flag: str = "--init_from") -> str:
     """Return the directory of --init_from: the hf/ of a run, itself, or a download from the hub."""
-    with refusing(f"--init_from {name[:200]} has no *.safetensors here, and is not on the hub"):
+    with refusing(f"{flag} {name[:200]} has no *.safetensors here, and is not on the hub"):
         for directory in (Path(name, "hf"), Path(name)):
             if any(directory.glob("*.safetensors")):
                 return str(directory.absolute())

@@ -14,6 +14,9 @@ as a prompt in doubt, nor by the length of the answer (Dr. GRPO, arXiv 2503.2078
 step is the sum over all tokens divided by their number, so every token of the global batch counts
 the same (DAPO, arXiv 2503.14476).
 
+With --teacher, a larger model says how likely it would have written each sampled token, and this is
+the advantage (on-policy distillation). --teacher_weight adds it to that of the reward.
+
 FSDP2 shards the model: `fully_shard` turns each parameter into a DTensor, a tensor that is spread
 over ranks. Its `shape` is the shape of the full tensor, but each rank holds only a shard,
 `to_local()`. Each rank samples its answers with all parameters unsharded, and trains with shards.
@@ -22,12 +25,14 @@ Memory per rank, with N ranks: 1/N of the fp32 parameters, gradients and AdamW m
 per parameter. While a block trains, also its full parameters and gradients. While answers are
 sampled, the full parameters of the whole model, and keys and values for the prompts and answers of
 --sample_prompts x --answers sequences: 2 x layers x key-value heads x head size numbers per token.
---reference_weight adds 1/N of the fp32 parameters of a second model.
+--reference_weight and --teacher each add another model: 1/N of its parameters in compute precision,
+and one full block while it computes log-probabilities.
 
 Communication volume per step, with P the bytes of the parameters in compute precision and G the
 bytes of the fp32 gradients: one all-gather of everything, P(N-1)/N, and nothing more while a rank
 samples, however long its answers are. Then the tokens of the answers go to all ranks. Training
-sends (2P + G)(N-1)/N per micro-batch: all-gathers for forward and backward, and reduce-scatters.
+sends (2P + G)(N-1)/N per micro-batch: all-gathers for forward and backward, and reduce-scatters. A
+reference or teacher sends P(N-1)/N of its own per micro-batch: the all-gathers of a forward.
 """
 
 import contextlib
@@ -40,7 +45,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import field
+from dataclasses import field, replace
 from datetime import timedelta
 from functools import partial
 from pydoc_data.topics import topics
@@ -63,7 +68,7 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
-from transformers import GenerationConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
 import common
@@ -121,7 +126,7 @@ class Config(Flags):
         4096, "token positions of one forward pass of one rank, padding included"
     )
     prompts: PositiveInt = flag(16, "prompts of one step, over all ranks")
-    answers: Annotated[int, Field(ge=2)] = flag(8, "answers to each prompt (a group)")
+    answers: PositiveInt = flag(8, "answers to each prompt (a group)")
     sample_prompts: PositiveInt = flag(
         16, "prompts that a rank samples answers to at a time; sets the memory of keys and values"
     )
@@ -132,6 +137,14 @@ class Config(Flags):
         "clipped below 1 minus this; matters from the second inner step on",
     )
     clip_high: NonNegativeFloat = flag(0.28, "and above 1 plus this")
+    teacher: str | None = flag(
+        None,
+        "larger model to learn from, with the same tokenizer: a run directory, or a Hugging Face "
+        "directory or hub id. Without --teacher_weight it replaces the reward",
+    )
+    teacher_weight: PositiveFloat | None = flag(
+        None, "add the teacher with this weight to the advantages of the reward"
+    )
     reference_weight: NonNegativeFloat = flag(
         0.0, "weight in the loss of the KL divergence from the --init_from model, kept in shards"
     )
@@ -173,6 +186,15 @@ class Config(Flags):
             raise ValueError("--reference_weight needs --init_from, which names the reference")
         if self.answer_length >= self.max_length:
             raise ValueError("--answer_length leaves no room for a prompt in --max_length")
+        if self.teacher_weight and not self.teacher:
+            raise ValueError("--teacher_weight needs --teacher")
+        if self.rewarded and self.answers == 1:
+            raise ValueError("--answers 1 has no mean reward to exceed; only a teacher alone can")
+
+    @property
+    def rewarded(self) -> bool:
+        """Return whether `reward` scores the answers. It does not with a teacher alone."""
+        return bool(self.teacher_weight or not self.teacher)
 
 
 # --- Prompts --------------------------------------------------------------------------------------
@@ -300,6 +322,14 @@ def checked_reward(prompt: str, answer: str, reference: str) -> float:
     return float(value)
 
 
+def find_teacher(config: Config, tokenizer: common.Tokenizer) -> None:
+    """Set the directory of --teacher. Refuses a teacher that means other tokens by the same ids."""
+    config.teacher = common.fetch_weights(config.teacher, "--teacher")
+    known = common.load_tokenizer(config.teacher).get_vocab()
+    if known | tokenizer.get_vocab() != known:
+        common.refuse(f"--teacher {config.teacher} has another tokenizer than the model")
+
+
 # --- Strategy -------------------------------------------------------------------------------------
 
 
@@ -414,15 +444,33 @@ def unsharded_parameters(model: nn.Module, config: Config) -> Iterator[None]:
     model.set_reshard_after_forward(False, recurse=False)
 
 
+def load_frozen(directory: str, run: Run) -> nn.Module:
+    """Load a reference or teacher: sharded like the model, but never trained.
+
+    Its shards have the precision to which FSDP casts the model's before each all-gather.
+    """
+    config = replace(run.config, model=directory)
+    # The model may sample ids that are no tokens, because vocabularies are padded.
+    model = build_policy(build_config(config, run.model_config.vocab_size, None), config)
+    if config.precision != "fp32":
+        # NOTE: not model.bfloat16(), which would also round buffers, as the rotary frequencies.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.bfloat16()
+    model = parallelize(model, config, run.device)
+    common.load_weights(model, directory)
+    return model
+
+
 @torch.no_grad()
-def add_reference(reference: nn.Module, batch: common.GlobalBatch, device: torch.device) -> None:
-    """Give each micro-batch the log-probabilities that the model of --init_from computes."""
-    for micro_batch in batch.micro_batches:
-        inputs = common.to_device(micro_batch, device)
-        loss_arguments = inputs.pop("loss_arguments")
-        loss_arguments["reference_log_probs"] = reference(**inputs).cpu()  # all-gathers
-    # FSDP would reshard the root in backward, which never comes.
-    reference.reset_iter_state()
+def add_log_probs(frozen: dict, micro_batches: list, device: torch.device) -> None:
+    """Give `policy_loss` the log-probabilities of other models, by the names of its arguments."""
+    for name, model in frozen.items():
+        for micro_batch in micro_batches:
+            inputs = common.to_device(micro_batch, device)
+            loss_arguments = inputs.pop("loss_arguments")
+            loss_arguments[name] = model(**inputs).cpu()  # [targets]; all-gathers
+        # FSDP would reshard the root in backward, which never comes.
+        model.reset_iter_state()
 
 
 def train_step(
@@ -450,7 +498,7 @@ def train_step(
     # FSDP averages gradients over the ranks, so multiply by their number to get a sum.
     scale = dist.get_world_size() / batch.num_targets
     for inner_step in range(config.inner_steps):
-        total = torch.zeros(len(MEASURED), device=device)
+        total = 0
         for i, micro_batch in enumerate(batch.micro_batches):
             last = i == len(batch.micro_batches) - 1
             # The setters reach all units in the model.
@@ -491,38 +539,51 @@ def train_step(
     return measured
 
 
-def evaluate(model: nn.Module, documents: common.Sequences, step: int, run: Run) -> None:
+def evaluate(
+    model: nn.Module, frozen: dict, documents: common.Sequences, step: int, run: Run
+) -> None:
     """Log the mean reward on held-out prompts, always with the same random numbers.
 
-    Nothing is logged if a signal asks to stop.
+    With a teacher, also the mean KL(model || teacher) of the answers' tokens. Nothing is logged if
+    a signal asks to stop.
     """
+    config = run.config
     # The file may be sorted by difficulty, so choose at random.
     shuffled = np.random.default_rng(0).permutation(len(documents.lengths))
-    chosen = shuffled[: run.config.eval_prompts].tolist()
-    number = run.config.sample_prompts * dist.get_world_size()
-    rewards = []
+    chosen = shuffled[: config.eval_prompts].tolist()
+    number = config.sample_prompts * run.world_size
+    answers = []
     for first in range(0, len(chosen), number):
         some = chosen[first : first + number]
-        groups = answer_prompts(model, documents, some, run.config.eval_answers, 0, run)
-        rewards += [answer.reward for group in groups for answer in group]
+        groups = answer_prompts(model, documents, some, config.eval_answers, 0, run)
+        answers += sum(groups, [])
         if run.stops_validation():  # a small all-reduce in CPU memory
             return
-    mean = np.mean(rewards)
-    run.log({"step": step, "validation_reward": mean})
-    common.say(f"step {step}: validation reward {mean:.4f}")
+    found = {}
+    if config.rewarded:
+        found["validation_reward"] = np.mean([answer.reward for answer in answers])
+    if config.teacher:
+        batches = AnswerBatches(answers, np.zeros(len(answers)), run)  # advantages play no role
+        micro_batches = [*batches.evaluation(run.rank, run.world_size)]
+        add_log_probs(frozen, micro_batches, run.device)
+        # A rank that repeats a micro-batch of another one has no labels there, which adds 0.
+        total = sum(m["loss_arguments"]["teacher_log_probs"].sum().item() for m in micro_batches)
+        # As `teacher_kl` of `policy_loss`, but with log-probabilities from sampling.
+        drawn = np.concatenate([answer.log_probs for answer in answers])
+        found["validation_kl"] = drawn.mean(dtype=float) - sum(common.gather(total)) / len(drawn)
+    run.log({"step": step} | found)
+    for name, value in found.items():
+        common.say(f"step {step}: {name.replace('_', ' ')} {value:.4f}")
 
 
 # --- Model and loss -------------------------------------------------------------------------------
 
 
-def build_policy(
-    model_config: PreTrainedConfig, config: Config, generation: GenerationConfig
-) -> nn.Module:
+def build_policy(model_config: PreTrainedConfig, config: Config) -> nn.Module:
     """Build the model on the meta device, with a forward that returns log-probabilities."""
     model = build_model(model_config, config)
     log_probs = torch.compile(chunk_log_probs) if config.compile else chunk_log_probs
     model.forward = partial(forward_with_log_probs, model, log_probs)
-    model.generation_config = generation
     return model.eval()  # no dropout: train the policy that sampled
 
 
@@ -577,7 +638,7 @@ def chunk_log_probs(
 
 
 # What is measured for each sampled token. Its mean over the global batch is logged.
-MEASURED = ["loss", "entropy", "policy_kl", "clip_fraction", "sampling_gap", "reference_kl"]
+MEASURED = "loss entropy policy_kl clip_fraction sampling_gap reference_kl teacher_kl".split()
 
 
 def policy_loss(
@@ -587,8 +648,11 @@ def policy_loss(
     advantages: torch.Tensor,
     config: Config,
     reference_log_probs: torch.Tensor | None = None,
+    teacher_log_probs: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return sums over the target tokens of a micro-batch, float32 [MEASURED], the loss first.
+
+    Without a teacher, its divergence is left out.
 
     The loss is PPO's (arXiv 1707.06347): the token's ratio, its probability now divided by the one
     at the start of the step, times the advantage of its answer. Once the ratio has left its bounds
@@ -602,7 +666,16 @@ def policy_loss(
         sampled_log_probs: the same, as computed while sampling.
         advantages: float32 [tokens], of each token's answer.
         reference_log_probs: as `log_probs`, from the model of --init_from.
+        teacher_log_probs: as `log_probs`, from --teacher.
     """
+    if teacher_log_probs is not None:
+        # An estimate (k1) of each token's KL(model || teacher), the reverse KL. Its negative as the
+        # advantage gives, in expectation over the token, the exact gradient of this KL at a prefix
+        # that the model has sampled and that is held fixed: discount 0 (arXiv 2306.13649, and
+        # thinkingmachines.ai/blog/on-policy-distillation). The gradient of the KL between whole
+        # answers would add the log ratios of later tokens (arXiv 2306.08543).
+        teacher_kl = old_log_probs - teacher_log_probs  # [tokens]
+        advantages = advantages - (config.teacher_weight or 1) * teacher_kl
     log_ratio = log_probs - old_log_probs
     ratio = log_ratio.exp()
     bounded_ratio = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -620,6 +693,8 @@ def policy_loss(
         (old_log_probs - sampled_log_probs).abs(),
         reference_kl,
     ]
+    if teacher_log_probs is not None:
+        measured.append(teacher_kl)
     return torch.stack([values.sum() for values in measured])
 
 
@@ -658,15 +733,13 @@ class AnswerBatches(conversations.ConversationBatches):
         advantages: float32 [answers].
     """
 
-    def __init__(
-        self, answers: list[Answer], advantages: np.ndarray, config: Config, padding_id: int
-    ):
+    def __init__(self, answers: list[Answer], advantages: np.ndarray, run: Run):
         self.answers = answers
         self.advantages = advantages
         num_targets = np.array([len(answer.tokens) for answer in answers])
         lengths = num_targets + [len(answer.prompt) - 1 for answer in answers]
         sequences = SimpleNamespace(lengths=lengths, num_targets=num_targets, read=self.read)
-        super().__init__(sequences, config, padding_id)
+        super().__init__(sequences, run.config, run.tokenizer.eos_token_id)
 
     def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of prompt and answer, and which of them are the answer's."""
@@ -818,8 +891,8 @@ def sample_groups(
 
 
 def judge(run: Run, answer: Answer) -> Answer:
-    """Return an answer with its reward, 0 if it has not ended."""
-    if answer.tokens[-1] not in run.model_config.eos_token_id:
+    """Return an answer with its reward: 0 if it has not ended, or with a teacher alone."""
+    if not run.config.rewarded or answer.tokens[-1] not in run.model_config.eos_token_id:
         return answer
     # The last token of answer and reference ends the turn.
     texts = map(run.tokenizer.decode, (answer.prompt, answer.tokens[:-1], answer.reference[:-1]))
@@ -839,8 +912,7 @@ def answer_prompts(
     Each rank samples and judges its share of them at its own pace. Then all ranks get all.
     """
     config = run.config
-    rank, size = dist.get_rank(), dist.get_world_size()
-    own = chosen[rank::size]
+    own = chosen[run.rank :: run.world_size]
     groups = []
     with unsharded_parameters(model, config):
         for first in range(0, len(own), config.sample_prompts):
@@ -858,7 +930,7 @@ def answer_prompts(
     # Ranks that are late (with a slow reward) are named by the error of this barrier.
     dist.group.WORLD.monitored_barrier(timedelta(minutes=config.timeout_minutes))
     of_ranks = common.gather(judged)
-    # Rank r has the prompts r, r + size, ...
+    size = len(of_ranks)  # rank r has the prompts r, r + size, ...
     return [of_ranks[i % size][i // size] for i in range(len(chosen))]
 
 
@@ -875,25 +947,25 @@ def roll_out(
     advantages = (rewards - rewards.mean(1, keepdims=True)).flatten().astype(np.float32)
     answers = sum(groups, [])
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    end_ids = run.model_config.eos_token_id
-    batches = AnswerBatches(answers, advantages, config, run.tokenizer.eos_token_id)
+    batches = AnswerBatches(answers, advantages, run)
     micro_batches = batches.plan(0)
     # A forward all-gathers, so each rank needs equally many micro-batches. There are enough answers
     # to halve, because their number is a multiple of the ranks.
-    while len(micro_batches) % size:
+    while len(micro_batches) % run.world_size:
         micro_batches.sort(key=len)
-        largest = micro_batches.pop()
-        micro_batches += np.array_split(largest, 2)
-    batch = batches.global_batch(micro_batches, rank, size)
-    return batch, {
-        "reward": rewards.mean(),
-        # The fraction of prompts whose answers differ in reward. Only these have a gradient.
-        "mixed": (np.ptp(rewards, 1) > 0).mean(),
+        micro_batches += np.array_split(micro_batches.pop(), 2)  # the largest one
+    batch = batches.global_batch(micro_batches, run.rank, run.world_size)
+    measured = {
         "answer_length": batch.num_targets / len(answers),
-        "truncated": np.mean([answer.tokens[-1] not in end_ids for answer in answers]),
+        "truncated": np.mean(
+            [answer.tokens[-1] not in run.model_config.eos_token_id for answer in answers]
+        ),
         "sample_seconds": time.perf_counter() - started,
     }
+    if config.rewarded:
+        # mixed: the fraction of prompts whose answers differ in reward. Only these have a gradient.
+        measured |= {"reward": rewards.mean(), "mixed": (np.ptp(rewards, 1) > 0).mean()}
+    return batch, measured
 
 
 # --- Optimizer and schedule -----------------------------------------------------------------------
@@ -960,30 +1032,35 @@ def main() -> partial | None:
     if model_config.model_type not in PACKED_TYPES.split():
         # The others have caches or positions with which `sample` would be wrong.
         common.refuse(f"--model {config.model}: type {model_config.model_type} cannot sample here")
+    if config.teacher:
+        find_teacher(config, tokenizer)
     if config.steps == 0:
         return common.say("the data is prepared; python bench/rows.py prints rows of a file")
 
     device = init_process_group(config)
-    model = build_policy(model_config, config, generation)
+    model = build_policy(model_config, config)
+    model.generation_config = generation
     # Count parameters and FLOPs before the model is sharded.
     default = 5e-4 if model.num_parameters() < 10_000_000 else 1e-6
     set_learning_rates(config, default, ratio=10)  # a high rate ruins what a large model knows
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
-    # A resumed run samples the same answers, and has the same reference.
-    plan = [*common.PLAN, "prompts", "answers", "answer_length", "reference_weight"]
+    run.facts["teacher_hash"] = config.teacher and common.weights_fingerprint(config.teacher)
+    # A resumed run samples the same answers, and has the same reference and teacher.
+    own = "prompts answers answer_length reference_weight teacher_weight teacher_hash"
     # Find out before the model takes memory and time whether this run may start.
     checkpoints = common.Checkpoints(config, run.directory, run.facts, run.save_files, device)
-    checkpoint, progress = checkpoints.find(config.resume, plan)
+    checkpoint, progress = checkpoints.find(config.resume, common.PLAN + own.split())
     model = parallelize(model, config, device)
     optimizer = build_optimizer(model, config)
     if checkpoint:
         common.load_checkpoint(checkpoint, model, optimizer)
     elif config.init_from:
         common.load_weights(model, config.init_from)
-    reference = None
+    frozen = {}
     if config.reference_weight:
-        reference = parallelize(build_policy(model_config, config, generation), config, device)
-        common.load_weights(reference, config.init_from)
+        frozen["reference_log_probs"] = load_frozen(config.init_from, run)
+    if config.teacher:
+        frozen["teacher_log_probs"] = load_frozen(config.teacher, run)
     mesh = f"{config.dp_replicate} x {ranks // config.dp_replicate} shards"
     work = f"{config.prompts} prompts x {config.answers} answers per step, temperature 1"
     if config.cpu_offload:
@@ -996,24 +1073,24 @@ def main() -> partial | None:
     # Prompts and random numbers depend on the step number, so a resumed run needs no other state.
     step, tokens = progress["step"], progress["tokens"]
     if step == 0 or run.unvalidated:  # a signal has stopped the validation of this step
-        evaluate(model, validation, step, run)
+        evaluate(model, frozen, validation, step, run)
     while step < config.steps and not run.stopping:
         step += 1
         started = time.perf_counter()
         batch, sampled = roll_out(model, training, step, run)
-        if sampled["mixed"] == 0:
+        if not config.teacher and sampled["mixed"] == 0:
             common.say(f"step {step}: no gradient, all answers to a prompt have the same reward")
-        if reference is not None:
-            add_reference(reference, batch, device)
+        add_log_probs(frozen, batch.micro_batches, device)
         measured = train_step(model, optimizer, batch, step, config, device)
         if step == 1:
             refuse_untrained(model, optimizer)
         tokens += batch.num_targets
         # All ranks learn whether any of them got a signal to stop.
         [run.stopping] = max_over_ranks(run.stop_signals)
-        run.log_step(step, batch, started, 0.0, aim="reward", tokens=tokens, **sampled, **measured)
+        aim = "reward" if config.rewarded else "teacher_kl"
+        run.log_step(step, batch, started, 0.0, aim, tokens=tokens, **sampled, **measured)
         if step % config.eval_every == 0 or step == config.steps:
-            evaluate(model, validation, step, run)
+            evaluate(model, frozen, validation, step, run)
         last = step == config.steps or run.stopping
         if config.checkpoint_every and (last or step % config.checkpoint_every == 0):
             checkpoints.save(model, optimizer, run.position(step, tokens))

@@ -10,6 +10,10 @@ Prints the memory of a rank and the collectives of one optimizer step, beside th
 Without --global_batch_tokens, a step is one micro-batch per rank. `--precision auto` is bf16, as on
 a GPU, and --compile is left out. All sequences have the longest length.
 
+A step of fsdp2_grpo.py is what its flags ask for, from the all-gather before sampling, with the
+--teacher (here a config.json is enough) and the reference. Keys and values of sampling are left out
+(docs/numbers.md).
+
 Sizes are those of PyTorch's tensors. The allocator, CUDA and NCCL need memory beside them: leave a
 tenth of the GPU free.
 """
@@ -26,6 +30,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # not needed
@@ -51,7 +56,8 @@ from model import transformer_blocks  # noqa: E402
 from run import launch, micro_batches_per_rank, parse_config  # noqa: E402
 
 SCRIPT_NAMES = shared.STRATEGIES + shared.MUON + shared.INSIDE
-SCRIPTS = [*(f"{name}_pretrain" for name in SCRIPT_NAMES), "fsdp2_sft", "fsdp2_lora"]
+SCRIPTS = [f"{name}_pretrain" for name in SCRIPT_NAMES]
+SCRIPTS += ["fsdp2_sft", "fsdp2_lora", "fsdp2_grpo"]
 CPU = torch.device("cpu")
 ATTENTION = {  # the CPU's, which the registry lacks: how to count it, its tensors, `is_causal`
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (sdpa_flop_count, 3, 4),
@@ -230,6 +236,15 @@ def exchange_evenly(expert_of_row: torch.Tensor, num_experts: int, group: Any) -
     return all_to_all_single_autograd(counts, None, None, group), rows, rows
 
 
+def numbers_of(tolist: Callable) -> Callable:
+    """Return a `tolist` that gives ones for fake tensors, which have no numbers."""
+
+    def replaced(tensor: torch.Tensor) -> list:
+        return [1.0] * len(tensor) if isinstance(tensor, FakeTensor) else tolist(tensor)
+
+    return replaced
+
+
 def of_any_precision(grouped_mm: Callable) -> Callable:
     """Allow grouped matmuls in fp32: PyTorch computes them, but not their shapes."""
 
@@ -292,6 +307,8 @@ def adapted(script: Any) -> Iterator[None]:
 
     changes: list[tuple[Any, str, Any]] = [
         (script, "initialize", allocate),
+        (common, "load_weights", lambda *_: None),
+        (torch.Tensor, "tolist", numbers_of(torch.Tensor.tolist)),
         (ddp, "_verify_param_shape_across_processes", lambda *_: None),
         (fsdp1, "_data_ptr_allocated", lambda tensor: tensor.untyped_storage().nbytes() > 0),
         # For fake tensors, transformers creates masks that it leaves out for real ones.
@@ -331,7 +348,7 @@ class Frozen:
 
     shape: torch.Size
     size: int  # bytes of a number that a rank keeps; codes of NF4 count as numbers of one byte
-    in_block: bool
+    in_block: bool  # or in another unit that is freed after its forward
 
 
 @dataclasses.dataclass
@@ -355,7 +372,13 @@ class Report:
     exchanged: int  # numbers in the matrices that Muon exchanges
     frozen: list["Frozen"]  # parameters beside adapters, if there are adapters
     adapters: list[torch.Size]  # shapes of the adapters' parameters
+    others: list["Frozen"]  # parameters of a reference and a teacher
     shape: Any  # the model's configuration
+
+    @property
+    def frozen_bytes(self) -> int:
+        """Return the bytes of this rank's shards of a reference and a teacher."""
+        return self.peak.get("frozen parameters", 0)
 
     @property
     def sent(self) -> float:
@@ -367,8 +390,36 @@ class Report:
         return sum(size for kind, size in self.peak.items() if kind not in self.elsewhere)
 
 
+def load_others(script: Any, config: Any, shape: Any) -> dict[str, Any]:
+    """Return the reference and the teacher of an RL step, by the names that the script has."""
+    run = SimpleNamespace(config=config, model_config=shape, device=CPU)
+    wanted = {}
+    if getattr(config, "reference_weight", 0):
+        wanted["reference_log_probs"] = config.init_from
+    if getattr(config, "teacher", None):
+        wanted["teacher_log_probs"] = config.teacher
+    return {name: script.load_frozen(directory, run) for name, directory in wanted.items()}
+
+
+def run_step(
+    script: Any, config: Any, model: Any, optimizer: Any, batch: Any, others: dict[str, Any]
+) -> None:
+    """Run an optimizer step. In RL, other models come first, and what sampling all-gathers."""
+    if hasattr(script, "unsharded_parameters"):
+        with script.unsharded_parameters(model, config):
+            pass
+        script.add_log_probs(others, batch.micro_batches, CPU)
+    script.train_step(model, optimizer, batch, 1, config, CPU)
+
+
 def observe(
-    script: Any, config: Any, model: Any, optimizer: Any, batch: Any, watch: Watch
+    script: Any,
+    config: Any,
+    model: Any,
+    optimizer: Any,
+    batch: Any,
+    watch: Watch,
+    others: dict[str, Any],
 ) -> tuple[int, int, int]:
     """Watch the second optimizer step of a script.
 
@@ -381,12 +432,14 @@ def observe(
     # DDP: with ZeRO-1, the optimizer of a rank has some of them. LoRA: most are frozen.
     if getattr(config, "shard_optimizer", False) or hasattr(script, "LoraLinear"):
         parameters = list(model.parameters())
-    script.train_step(model, optimizer, batch, 1, config, CPU)
+    run_step(script, config, model, optimizer, batch, others)
     moments = [value for state in optimizer.state.values() for value in state.values()]
     gc.collect()  # recomputation leaves cycles of references
     for storage in list(watch.pieces):  # those left are DDP's buckets, and a few KiB
         watch.add(storage, "gradients")
-    for kind, tensors in {"parameters": parameters, "optimizer state": moments}.items():
+    kinds = {"parameters": parameters, "optimizer state": moments}
+    kinds["frozen parameters"] = [p for each in others.values() for p in each.parameters()]
+    for kind, tensors in kinds.items():
         for tensor in tensors:
             watch.add(storage_of(tensor), kind)
     watch.restart()
@@ -394,7 +447,7 @@ def observe(
     optimizer.register_step_pre_hook(
         lambda *_: gradients.append(nbytes(p.grad for p in parameters if p.grad is not None))
     )
-    script.train_step(model, optimizer, batch, 1, config, CPU)
+    run_step(script, config, model, optimizer, batch, others)
     return nbytes(parameters), gradients[0], nbytes(moments)
 
 
@@ -408,7 +461,8 @@ def shape_of(config: Any) -> tuple[int, int]:
 def batch_of(script: Any, config: Any) -> common.GlobalBatch:
     """Return this rank's micro-batches of a step.
 
-    All tokens of a conversation are in the loss, which is the most that can be.
+    All tokens of a conversation are in the loss, which is the most that can be. In RL, answers are
+    as long as they may be.
     """
     _, dp_size = shared.dp_rank_and_size(script, config)
     sequences, length = shape_of(config)
@@ -416,13 +470,31 @@ def batch_of(script: Any, config: Any) -> common.GlobalBatch:
     micro_batch = {"input_ids": ids, "labels": ids}
     if script.__name__ in shared.MARKS:
         micro_batch["target_positions"] = torch.arange(sequences * length)
+    if not hasattr(script, "unsharded_parameters"):
+        number = micro_batches_per_rank(config, dp_size)
+    else:
+        number = math.ceil(config.prompts * config.answers / dp_size / sequences)
+        positions = torch.arange(sequences * length).view(sequences, length)
+        answered = positions[:, -config.answer_length :].flatten()
+        micro_batch["target_positions"] = answered
     micro_batches = [
-        {name: values.clone() for name, values in micro_batch.items()}
-        for _ in range(micro_batches_per_rank(config, dp_size))
+        {name: values.clone() for name, values in micro_batch.items()} for _ in range(number)
     ]
+    if hasattr(script, "unsharded_parameters"):
+        for each in micro_batches:
+            zeros = torch.zeros(len(answered))
+            each["loss_arguments"] = {"sampled_log_probs": zeros, "advantages": zeros.clone()}
     return common.GlobalBatch(
         micro_batches, num_targets=1, num_tokens=1, squared_lengths=1, padding_fraction=0.0
     )
+
+
+def parameters_of(model: Any) -> list["Frozen"]:
+    """Describe the parameters of a reference or a teacher; the last unit is the root's."""
+    inside = set(transformer_blocks(model).parameters())
+    if not model.config.tie_word_embeddings:
+        inside |= set(model.get_input_embeddings().parameters())
+    return [Frozen(p.shape, p.element_size(), p in inside) for p in model.parameters()]
 
 
 def dry_run(script: Any, config: Any, vocabulary: int, watch: Watch | None = None) -> Report:
@@ -435,10 +507,12 @@ def dry_run(script: Any, config: Any, vocabulary: int, watch: Watch | None = Non
         config = dataclasses.replace(config, batching="bucketed", **changes)
     with fake_ranks(), adapted(script), fake, watch:
         model, optimizer = shared.build(script, shape, config, CPU)
+        others = load_others(script, config, shape)
         batch = batch_of(script, config)
-        kept = observe(script, config, model, optimizer, batch, watch)
+        kept = observe(script, config, model, optimizer, batch, watch, others)
         exchanged = [p for p in getattr(optimizer, "matrices", ()) if p.ndim == 2]
         frozen, adapters = [], []
+        in_others = [each for other in others.values() for each in parameters_of(other)]
         if hasattr(script, "LoraLinear"):
             inside = set(transformer_blocks(model).parameters())
             adapters = [p.shape for p in model.parameters() if p.requires_grad]
@@ -473,6 +547,7 @@ def dry_run(script: Any, config: Any, vocabulary: int, watch: Watch | None = Non
         exchanged=sum(p.numel() for p in exchanged),
         frozen=frozen,
         adapters=adapters,
+        others=in_others,
         shape=shape,
     )
 
@@ -693,7 +768,39 @@ def closed_form_of(report: Report, script: Any, config: Any) -> tuple[float, str
     if ends:
         muon = "as ranks do not divide the matrices of a shape"
         parts[muon if report.exchanged else "for embedding, norms, head and loss"] = ends
+    if hasattr(script, "unsharded_parameters"):
+        sampling = size_of_compute(config) * report.own * (shards - 1) / shards
+        padding = size_of_compute(config) * held * (shards - 1) / shards - sampling
+        parts["for shards of equal size"] = parts.get("for shards of equal size", 0.0) + padding
+        letter = "N" if shards == report.ranks else "S"
+        more += f" + P({letter}-1)/{letter}"
+        inside += sampling
+        if report.others:
+            sent, formula_of_others = sent_by_others(report, config, shards, parts)
+            inside, more = inside + sent, f"{more} + {formula_of_others}({letter}-1)/{letter}"
     return expected + inside, formula + more, parts
+
+
+def sent_by_others(
+    report: Report, config: Any, shards: int, parts: dict[str, float]
+) -> tuple[float, str]:
+    """Return the bytes that a reference and a teacher send, and their formula; add to `parts`.
+
+    P': bytes of their parameters. A forward gathers all of them, except that the root stays
+    unsharded until the last micro-batch.
+    """
+    times = report.micro_batches if config.reshard_after_forward else 1
+    expected = really = padded = 0.0
+    for each in report.others:
+        gathers = times if each.in_block else 1
+        rows = math.ceil(each.shape[0] / shards) * shards
+        share = each.size * each.shape[1:].numel() * (shards - 1) / shards
+        expected += times * each.shape[0] * share
+        really += gathers * each.shape[0] * share
+        padded += gathers * rows * share
+    parts["as the root of another model is gathered once per step"] = really - expected
+    parts["for equal shards of another model"] = padded - really
+    return expected, "kP'" if config.reshard_after_forward else "P'"
 
 
 def explain(report: Report, script: Any, config: Any) -> str:
@@ -718,6 +825,8 @@ def describe(report: Report, script: Any, config: Any, options: argparse.Namespa
         "gradients": report.gradients,
         "optimizer state": report.optimizer,
     }
+    if report.others:
+        rows["frozen parameters"] = report.frozen_bytes
     lines = [
         f"{script.__name__} as rank {report.rank} of {report.ranks}: {config.model}, "
         f"{report.numbers:,} parameters, {config.precision}; micro-batches a rank and step: "
@@ -747,7 +856,8 @@ def describe(report: Report, script: Any, config: Any, options: argparse.Namespa
 def elsewhere(config: Any) -> tuple[str, ...]:
     """Return the kinds of memory that are offloaded."""
     offloads = getattr(config, "cpu_offload", False)
-    return ("parameters", "gradients", "optimizer state") if offloads else ()
+    kinds = ("parameters", "gradients", "optimizer state", "frozen parameters")
+    return kinds if offloads else ()
 
 
 def estimate(report: Report, options: argparse.Namespace) -> str:
@@ -865,7 +975,9 @@ def main() -> None:
     micro = options.micro_batch_tokens or defaults["micro_batch_tokens"]
     precision = "bf16" if options.precision in (None, "auto") else options.precision
     words += ["--precision", precision, "--micro_batch_tokens", str(micro)]
-    words += ["--global_batch_tokens", str(options.global_batch_tokens or options.ranks * micro)]
+    if not hasattr(script, "unsharded_parameters"):  # prompts and answers set the size of a step
+        total = options.global_batch_tokens or options.ranks * micro
+        words += ["--global_batch_tokens", str(total)]
     words += ["--compile", "False"]
     sys.argv = [options.script, *words]
     config = checked_config(script)

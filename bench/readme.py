@@ -18,6 +18,7 @@ A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of
     published                        their estimate beside torchtitan's figures (bench/meshes.py)
     sampling                         what sampling takes beside training (bench/strategies.py)
     bubble                           what stages wait, of docs/bubble.json
+    distill                          learning from a teacher, of docs/distill.json
     rows                             what becomes of rows of conversations (bench/rows.py)
     break_even                       compute or network, by formula (bench/break_even.py)
     pretraining, fine-tuning, steps  speed beside bare loops and libraries, of docs/compare.json
@@ -34,6 +35,7 @@ from collections.abc import Callable
 import break_even
 import bubble
 import compare
+import distill
 import lora
 import lora_peer
 import meshes
@@ -100,6 +102,7 @@ def parts() -> dict[str, Callable[[], str]]:
         "meshes": meshes.meshes_table,
         "published": meshes.published_table,
         "experts": strategies.experts_table,
+        "distill": distill.distill_table,
         "rows": rows.rows_table,
         "sampling": strategies.sampling_table,
         "break_even": break_even.table,

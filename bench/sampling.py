@@ -152,7 +152,7 @@ def compare_steps(rounds: int, folder: str, asked: list[conversations.Messages])
     common.load_weights(model, folder)
     run = SimpleNamespace(
         config=config, tokenizer=own_tokenizer, model_config=model_config, device=CPU,
-        stop_signals=0,
+        stop_signals=0, rank=0, world_size=1,
     )  # fmt: skip
 
     def step(number: int) -> None:

@@ -212,7 +212,7 @@ def build_model(script: Any, model_config: Any, config: Any) -> Any:
     import model
 
     if script.__name__ == "fsdp2_grpo":
-        return script.build_policy(model_config, config, None)
+        return script.build_policy(model_config, config)
     loss = None
     if script.__name__ == "fsdp2_tp_pretrain" or getattr(config, "tensor_parallel", 1) > 1:
         loss = script.vocabulary_parallel_loss

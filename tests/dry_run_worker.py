@@ -14,6 +14,7 @@ import shared
 import torch
 import torch.distributed as dist
 
+import common
 import ddp_pretrain
 
 
@@ -23,16 +24,17 @@ def really(script, config, vocabulary: int) -> dict:
     watch = dry_run.Watch()
 
     def step() -> None:
-        script.train_step(model, optimizer, batch, 1, config, dry_run.CPU)
+        dry_run.run_step(script, config, model, optimizer, batch, others)
 
     with watch:
         model, optimizer = shared.build(script, model_config, config, dry_run.CPU)
+        others = dry_run.load_others(script, config, model_config)
         batch = dry_run.batch_of(script, config)
         for _ in range(2 * (script is ddp_pretrain)):  # it builds new buckets in its second step
             step()
         gc.collect()
         with torch.profiler.profile() as profiler:
-            kept = dry_run.observe(script, config, model, optimizer, batch, watch)
+            kept = dry_run.observe(script, config, model, optimizer, batch, watch, others)
     events = profiler.profiler.kineto_results.events()  # torch's own list of them takes seconds
     seen = {
         "kept": kept,
@@ -51,6 +53,7 @@ def really(script, config, vocabulary: int) -> dict:
 def main() -> None:
     ddp_pretrain.init_process_group(ddp_pretrain.Config(micro_batch_tokens=512))
     gc.freeze()  # collections need not look at what exists now
+    common.load_weights = lambda *_: None  # a teacher's initial weights do
 
     def step(case: str, asked: list) -> dict:
         name, flags = asked

@@ -366,7 +366,8 @@ def answers(script: Any, config: Any, vocabulary: int) -> Any:
         tokens = rng.integers(vocabulary, size=rng.integers(1, 128))
         log_probs = np.zeros(len(tokens), np.float32)
         made.append(script.Answer(prompt, np.array([256]), tokens, log_probs, 0.5))
-    return script.AnswerBatches(made, np.zeros(len(made), np.float32), config, padding_id=256)
+    run = types.SimpleNamespace(config=config, tokenizer=types.SimpleNamespace(eos_token_id=256))
+    return script.AnswerBatches(made, np.zeros(len(made), np.float32), run)
 
 
 def sample(script: Any, model: Any, config: Any, device: Any) -> None:

@@ -53,7 +53,8 @@ class Watched:
         self.steps: list[dict] = []  # of the optimizer
         self.batch: Any = None  # of the current step
         self.ratios: list[float] = []  # since the last optimizer step
-        self.total = torch.zeros(len(script.MEASURED))
+        self.total = 0
+        self.advantages: list[float] = []  # of tokens, by the teacher alone
 
     def answer_prompts(self, model: Any, documents: Any, chosen: list[int], *more: Any) -> Any:
         groups = REAL["answer_prompts"](model, documents, chosen, *more)
@@ -95,6 +96,8 @@ class Watched:
     def policy_loss(self, log_probs: Any, old_log_probs: Any, *more: Any, **named: Any) -> Any:
         ratio = (log_probs - old_log_probs).exp()
         self.ratios += [ratio.min().item(), ratio.max().item()]
+        if "teacher_log_probs" in named:
+            self.advantages += (named["teacher_log_probs"] - old_log_probs).tolist()
         sums = REAL["policy_loss"](log_probs, old_log_probs, *more, **named)
         self.total += sums.detach()
         return sums
@@ -108,10 +111,10 @@ class Watched:
             "gradients": {name: unsharded(p.grad) for name, p in model.named_parameters()},
             "measured": dict(zip(script.MEASURED, measured)),
             "ratios": common.gather(self.ratios), "tokens": self.batch.num_targets,
+            "advantages": sorted(sum(common.gather(self.advantages), [])),
             "micro_batches": len(self.batch.micro_batches),
         })  # fmt: skip
-        self.ratios = []
-        self.total = torch.zeros(len(script.MEASURED))
+        self.ratios, self.advantages, self.total = [], [], 0
         return CLIP(model.parameters(), *more)
 
 
@@ -151,36 +154,36 @@ def run(flags: dict[str, Any], device: torch.device) -> dict[str, Any]:
     model_config = build_config(config, known_ids, generation.eos_token_id)
     model, optimizer = shared.build(script, model_config, config, device)
     common.load_weights(model, config.init_from)
-    reference = None
-    if config.reference_weight:
-        reference = script.build_policy(model_config, config, generation)
-        reference = script.parallelize(reference, config, device)
-        common.load_weights(reference, config.init_from)
     logged: list = []
     plumbing = SimpleNamespace(
         config=config, tokenizer=tokenizer, model_config=model_config, device=device,
-        stop_signals=0, stops_validation=lambda: False, log=logged.append,
+        stop_signals=0, stops_validation=lambda: False, log=logged.append, rank=dist.get_rank(),
+        world_size=dist.get_world_size(),
     )  # fmt: skip
+    frozen = {}
+    if config.reference_weight:
+        frozen["reference_log_probs"] = script.load_frozen(config.init_from, plumbing)
+    if config.teacher:
+        frozen["teacher_log_probs"] = script.load_frozen(config.teacher, plumbing)
     measured = []
     clip = mock.patch.object(
         torch.nn.utils, "clip_grad_norm_", lambda _, most: watched.clip_grad_norm(model, most)
     )
     with clip, mock.patch.multiple(script, **{name: getattr(watched, name) for name in WATCHED}):
-        script.evaluate(model, validation, 0, plumbing)
+        script.evaluate(model, frozen, validation, 0, plumbing)
         for step in range(1, STEPS + 1):
             watched.batch, of_answers = script.roll_out(model, training, step, plumbing)
-            if reference is not None:
-                script.add_reference(reference, watched.batch, device)
+            script.add_log_probs(frozen, watched.batch.micro_batches, device)
             trained = script.train_step(model, optimizer, watched.batch, step, config, device)
             measured.append(of_answers | trained)
     draws = {}
     for part in common.gather(watched.draws):
         draws |= part
     return {
-        "validation_reward": logged[0]["validation_reward"], "measured": measured,
+        "validation": logged[0], "measured": measured,
         "answers": watched.answers, "draws": draws, "chosen": watched.chosen,
         "sampling": common.gather(watched.sampling), "steps": watched.steps,
-        "reference": reference and states(reference),
+        "frozen": {name: states(other) for name, other in frozen.items()},
     }  # fmt: skip
 
 

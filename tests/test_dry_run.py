@@ -75,16 +75,25 @@ OWN = {
         "keep": {"reshard_after_forward": False, "accumulate": 2},
         "hybrid": {"dp_replicate": 2, "accumulate": 2},
     },
+    "fsdp2_grpo": {
+        "teacher": {"teacher": "UNTIED", "precision": "bf16", "accumulate": 2},
+        "keep": {"teacher": "FOUR", "reshard_after_forward": False, "accumulate": 2},
+    },
 }  # fmt: skip
 
 
 def flags_of(mode: dict, ranks: int, **more) -> dict:
     """Sequences of 128 tokens, 4 per micro-batch."""
     mode = {"precision": "fp32", **more, **mode}
-    if mode.get("model") in ("FOUR", "UNTIED"):  # in a folder of the shape
-        mode["model"] = f"{more['shape']}/{mode['model']}"
+    for flag in ("model", "teacher"):
+        if mode.get(flag) in ("FOUR", "UNTIED"):  # in a folder of the shape
+            mode[flag] = f"{more['shape']}/{mode[flag]}"
     mode.pop("shape", None)
-    tokens = 512 * ranks * mode.pop("accumulate", 1)
+    times = mode.pop("accumulate", 1)
+    if mode.pop("reinforced", False):  # 4 sequences in a micro-batch, too
+        mode |= {"answer_length": 32, "answers": 2, "prompts": 2 * ranks * times}
+        return {"max_length": 128, "micro_batch_tokens": 512, **mode}
+    tokens = 512 * ranks * times
     return {"max_length": 128, "micro_batch_tokens": 512, "global_batch_tokens": tokens, **mode}
 
 
@@ -98,6 +107,8 @@ def cases(ranks: int, shape: str) -> dict[str, tuple[str, dict]]:
             return ranks == 4 and mode != "packed"
         if name == "fsdp2_nd_pretrain":  # alone, each dimension is that of a chapter
             return False
+        if name == "fsdp2_grpo":
+            return ranks == 2 and mode in OWN[name]
         few = mode == "plain" or mode.startswith("hybrid")
         tuned = name in ("fsdp2_sft", "fsdp2_lora")
         return few or ranks == 2 and (not tuned or mode in OWN[name])
@@ -105,18 +116,22 @@ def cases(ranks: int, shape: str) -> dict[str, tuple[str, dict]]:
     return {
         f"{ranks} {name} {mode}": (
             name,
-            flags_of(flags, ranks, model=model_of(name, shape), shape=shape),
+            flags_of(
+                flags, ranks, model=model_of(name, shape), shape=shape,
+                reinforced=name == "fsdp2_grpo",
+            ),
         )
         for name, own in OWN.items()
         for mode, flags in (MODES | own).items()
         if chosen(name, mode)
-    }
+    }  # fmt: skip
 
 
 def is_long(case: str) -> bool:
     """Return whether a case is for the drills: those with 4 ranks, and most modes."""
     _, name, mode = case.removesuffix(" last").split()
-    return case.startswith("4") or mode != "plain" and name != "fsdp2_pretrain"
+    few = mode in ("plain", "teacher") or name == "fsdp2_pretrain"
+    return case.startswith("4") or not few
 
 
 @pytest.fixture(scope="module")
@@ -237,13 +252,13 @@ FORMS = [
     (name, mode, ranks)
     for name, own in OWN.items()
     if name != "fsdp2_nd_pretrain"
-    for mode in ["plain", "bf16", "full", *own]
+    for mode in [*["plain", "bf16", "full"] * (name != "fsdp2_grpo"), *own]
     for ranks in (8, 1024)
     if mode != "full" or name[6:8] in ("tp", "cp", "ep")
     # One script for so many ranks, because each case takes many seconds.
     if ranks == 8 or (name == "fsdp2_pretrain" and mode in ("plain", "hybrid"))
 ]
-PLAIN = [form for form in FORMS if form[1:] == ("plain", 8)]
+PLAIN = [form for form in FORMS if form[1] in ("plain", "teacher") and form[2] == 8]
 OTHERS = share(form for form in FORMS if form not in PLAIN)
 
 
@@ -254,7 +269,8 @@ def test_closed_forms(two_blocks, name, mode, ranks):
     """What a rank sends, except for loss, norm and model buffers: a few hundred bytes."""
     script = importlib.import_module(name)
     model = model_of(name, two_blocks if "pp" in name else "tiny")
-    flags = flags_of((MODES | OWN[name])[mode], ranks, model=model, shape=two_blocks)
+    more = {"model": model, "shape": two_blocks, "reinforced": name == "fsdp2_grpo"}
+    flags = flags_of((MODES | OWN[name])[mode], ranks, **more)
     report = predict(name, flags, ranks)
     config = script.Config(**flags)
     expected, _, parts = dry_run.closed_form_of(report, script, config)

@@ -41,6 +41,7 @@ from transformers import (
     MiniMaxM2ForCausalLM,
     MistralConfig,
     Qwen2ForCausalLM,
+    Qwen3Config,
 )
 from transformers.cache_utils import DynamicCache
 
@@ -85,6 +86,15 @@ def start(tokenizer, tmp_path_factory) -> str:
     return save_start(
         tmp_path_factory.mktemp("start"), small_shape(tie_word_embeddings=False), tokenizer
     )
+
+
+@pytest.fixture(scope="module")
+def teacher(tokenizer, tmp_path_factory) -> str:
+    """Return a teacher of another type and shape, with a larger vocabulary."""
+    own = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 3, "head_dim": 16}
+    own |= {"num_attention_heads": 4, "num_key_value_heads": 1, "vocab_size": 384}
+    config = Qwen3Config(**own, tie_word_embeddings=False)
+    return save_start(tmp_path_factory.mktemp("teacher"), config, tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -148,25 +158,38 @@ def oracle(start: str, weights: dict, old: dict, answers: list, own: dict) -> di
     Args:
         weights, old: of the current model, and of the one that sampled.
         answers: groups of (prompt, tokens, log-probs, reward).
-        own: clip_low, clip_high; reference_weight, where weights of `start` are the reference.
+        own: clip_low, clip_high; reference_weight, where weights of `start` are the reference;
+            teacher and teacher_weight.
     """
     models = []
-    for state in (weights, old, None):
-        model = AutoModelForCausalLM.from_pretrained(start, attn_implementation="eager")
+    for state in (weights, old, None, "teacher"):
+        path = start
+        if state == "teacher":
+            path, state = own.get("teacher", start), None
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
         if state is not None:
             model.load_state_dict(state)
         models.append(model.double())
-    now, before, reference = models
+    now, before, reference, teacher = models
     total, count, low, high, divergence, of_reference, entropy = 0.0, 0, 0, 0, 0.0, 0.0, 0.0
+    by_teacher: list[float] = []  # the teacher's part of each token's advantage
+    alone = "teacher" in own and "teacher_weight" not in own
     for group in answers:
         mean = sum(reward for *_, reward in group) / len(group)
         for prompt, tokens, _, reward in group:
-            advantage = reward - mean
+            of_answer = 0 if alone else reward - mean
             log_probs = log_probs_of(now, prompt, tokens)
             with torch.no_grad():
                 old_log_probs = log_probs_of(before, prompt, tokens)
                 reference_log_probs = log_probs_of(reference, prompt, tokens)
-            for current, earlier, first in zip(log_probs, old_log_probs, reference_log_probs):
+                teacher_log_probs = log_probs_of(teacher, prompt, tokens)
+            for current, earlier, first, better in zip(
+                log_probs, old_log_probs, reference_log_probs, teacher_log_probs
+            ):
+                by_teacher.append((better - earlier).item())
+                advantage = of_answer
+                if "teacher" in own:
+                    advantage += own.get("teacher_weight", 1) * by_teacher[-1]
                 ratio = torch.exp(current - earlier)
                 bounded = min(max(ratio.item(), 1 - own["clip_low"]), 1 + own["clip_high"])
                 if bounded * advantage < ratio.item() * advantage:
@@ -186,8 +209,73 @@ def oracle(start: str, weights: dict, old: dict, answers: list, own: dict) -> di
         "loss": total.item() / count, "low": int(low), "high": int(high), "tokens": count,
         "policy_kl": divergence / count, "reference_kl": of_reference / count,
         "entropy": entropy / count, "clip_fraction": int(low + high) / count,
+        "advantages": sorted(by_teacher), "teacher_kl": -sum(by_teacher) / count,
         "gradients": {name: p.grad for name, p in now.named_parameters()},
     }  # fmt: skip
+
+
+def test_the_gradient_is_that_of_the_reverse_divergence():
+    """In expectation over the sampled token, at given prefixes: enumerate the vocabulary.
+
+    As a loss, the estimator k3 would give that of the other direction, although its mean is this
+    divergence.
+    """
+    torch.manual_seed(0)
+    tokens = 64
+    made = [
+        small_shape(vocab_size=tokens, initializer_range=0.3, num_hidden_layers=n) for n in (2, 3)
+    ]
+    model, teacher = (Qwen2ForCausalLM(shape).double().eval() for shape in made)
+    prefixes = torch.randint(0, tokens, (3, 7))
+    config, weights = script.Config(teacher="its directory"), [*model.parameters()]
+
+    def gradient(loss: torch.Tensor) -> torch.Tensor:
+        return torch.cat(
+            [g.flatten() for g in torch.autograd.grad(loss, weights, retain_graph=True)]
+        )
+
+    expected, other, sampled, k3 = 0.0, 0.0, 0.0, 0.0
+    for prefix in prefixes:
+        of_model = model(prefix[None]).logits[0, -1].log_softmax(-1)
+        with torch.no_grad():
+            of_teacher = teacher(prefix[None]).logits[0, -1].log_softmax(-1)
+        expected = expected + (of_model.exp() * (of_model - of_teacher)).sum()
+        other = other + (of_teacher.exp() * (of_teacher - of_model)).sum()
+        # Each token as the answer, weighted with its probability.
+        ids = torch.cat([prefix.expand(tokens, -1), torch.arange(tokens)[:, None]], 1)
+        labels = torch.full((tokens, 7), common.IGNORED)
+        labels[:, -1] = ids[:, -1]
+        micro_batch = {"input_ids": ids[:, :-1], "labels": labels}
+        micro_batch["target_positions"] = torch.arange(6, 7 * tokens, 7)
+        log_probs, known = (
+            script.forward_with_log_probs(each, plain_log_probs, **micro_batch)
+            for each in (model, teacher)
+        )
+        zeros, old, known = torch.zeros(1), log_probs.detach(), known.detach()
+        k3 = k3 + (old.exp() * script.divergence(log_probs, known)).sum()
+        for i, weight in enumerate(old.exp()):
+            now, before, better = (x[i : i + 1] for x in (log_probs, old, known))
+            loss, *_ = script.policy_loss(
+                now, before, before, zeros, config, teacher_log_probs=better
+            )
+            sampled = sampled + weight * loss
+    for mean in (sampled, k3):
+        assert mean.item() == pytest.approx(expected.item(), rel=1e-6)
+    right, wrong = gradient(expected), gradient(other)
+    assert (gradient(sampled) - right).norm() < 1e-6 * right.norm()
+    assert (gradient(k3) - wrong).norm() < 1e-6 * wrong.norm()
+    assert (wrong - right).norm() > 0.1 * right.norm()
+
+
+def plain_log_probs(hidden, weight, bias, labels) -> torch.Tensor:
+    """Stand in for `chunk_log_probs`, which computes in fp32."""
+    return (hidden @ weight.T).log_softmax(-1).gather(1, labels[:, None])[:, 0]
+
+
+def log_probs_of_teacher(teacher: str, prompt: list[int], tokens: list[int]) -> np.ndarray:
+    model = AutoModelForCausalLM.from_pretrained(teacher, attn_implementation="eager").double()
+    with torch.no_grad():
+        return log_probs_of(model, prompt, tokens).numpy()
 
 
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.28}
@@ -227,26 +315,44 @@ MODES = {
     "one at a time": {"sample_prompts": 1},
     "uneven": {"answer_length": 64, "uneven": True},
     "experts": {},
+    "teacher": {"teacher": True, "answers": 1, "prompts": 8},
+    "packed teacher": {
+        "teacher": True, "teacher_weight": 0.3, "batching": "packed", "inner_steps": 2,
+        "reference_weight": 0.5,
+    },
+    "bf16 teacher": {"teacher": True, "teacher_weight": 0.3, "precision": "bf16"},
 }  # fmt: skip
-ALONE = ["plain", "inner", "packed inner"]  # on one rank too
+ALONE = ["plain", "inner", "packed inner", "teacher"]  # on one rank too
 
 
 @pytest.fixture(scope="module")
-def seen(flags, experts, tmp_path_factory) -> dict:
-    modes = {mode: flags | own for mode, own in MODES.items()}
+def modes_of(flags, teacher) -> Callable:
+    def made(names: list[str]) -> dict:
+        modes = {mode: flags | MODES[mode] for mode in names}
+        return {
+            mode: own | ({"teacher": teacher} if "teacher" in own else {})
+            for mode, own in modes.items()
+        }
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def seen(modes_of, experts, tmp_path_factory) -> dict:
+    modes = modes_of([*MODES])
     modes["experts"] |= dict.fromkeys(("init_from", "model", "tokenizer"), experts)
     return launch_cases(2, "grpo_worker", tmp_path_factory.mktemp("two"), modes, silent=True)
 
 
 @pytest.fixture(scope="module")
-def alone(flags, tmp_path_factory) -> dict:
-    modes = {mode: flags | MODES[mode] for mode in ALONE}
-    return launch_cases(1, "grpo_worker", tmp_path_factory.mktemp("one"), modes, silent=True)
+def alone(modes_of, tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("one")
+    return launch_cases(1, "grpo_worker", folder, modes_of(ALONE), silent=True)
 
 
 @pytest.mark.parametrize(
     "ranks, mode",
-    [*((1, mode) for mode in ALONE), *((2, mode) for mode in [*ALONE, "packed"])],
+    [*((1, mode) for mode in ALONE[:3]), *((2, mode) for mode in [*ALONE[:3], "packed"])],
 )
 def test_loss_and_gradients_are_those_of_the_papers(request, start, ranks, mode):
     """In the first and a second inner step, over several micro-batches of different lengths."""
@@ -268,8 +374,8 @@ def test_loss_and_gradients_are_those_of_the_papers(request, start, ranks, mode)
 def test_the_reference_model(seen, start):
     """Its divergence is 0 at first, and is part of loss and gradients; it stays in shards."""
     got, own = seen["reference"], {"reference_weight": 0.5}
-    assert got["reference"]["in shards"] == [True] * 4
-    assert got["reference"]["unsharded bytes"] == 0
+    assert got["frozen"]["reference_log_probs"]["in shards"] == [True] * 4
+    assert got["frozen"]["reference_log_probs"]["unsharded bytes"] == 0
     assert got["steps"][0]["measured"]["reference_kl"] == 0
     for number, first, step in ((0, 0, 1), (1, 0, 1), (2, 2, 2), (3, 2, 2)):
         expected = check_step(start, got, number, first, step, own)
@@ -279,6 +385,49 @@ def test_the_reference_model(seen, start):
         )
     assert all(step["measured"]["reference_kl"] > 1e-3 for step in got["steps"][1:])
     assert all(step["measured"]["reference_kl"] == 0 for step in seen["inner"]["steps"])
+
+
+@pytest.fixture(scope="module")
+def four(modes_of, tmp_path_factory) -> dict:
+    folder = tmp_path_factory.mktemp("four")
+    return launch_cases(4, "grpo_worker", folder, modes_of(["teacher"]), silent=True)
+
+
+@pytest.mark.parametrize(
+    "launched, mode",
+    [
+        ("alone", "teacher"),
+        ("seen", "teacher"),
+        ("seen", "packed teacher"),
+        pytest.param("four", "teacher", marks=pytest.mark.drill),
+    ],
+)
+def test_the_teacher_against_a_plain_loop(request, start, teacher, launched, mode):
+    """Advantages, loss and gradients; it has another type and shape, and stays in shards."""
+    got = request.getfixturevalue(launched)[mode]
+    held = got["frozen"]["teacher_log_probs"]
+    assert held["in shards"] == [True] * len(held["in shards"])
+    assert held["unsharded bytes"] == 0
+    own = {"teacher": teacher} | {k: MODES[mode][k] for k in MODES[mode] if "weight" in k}
+    firsts = {0: (0, 1), 1: (0, 1), 2: (2, 2), 3: (2, 2)} if "inner_steps" in MODES[mode] else {}
+    for number in range(len(got["steps"])):
+        first, step = firsts.get(number, (number, 1 + number))
+        expected = check_step(start, got, number, first, step, own)
+        made = got["steps"][number]
+        off = np.subtract(made["advantages"], expected["advantages"])
+        assert np.linalg.norm(off) < 1e-6 * np.linalg.norm(expected["advantages"])
+        assert made["measured"]["teacher_kl"] == pytest.approx(expected["teacher_kl"], rel=1e-6)
+    sampled = sum(got["answers"][0], [])  # of the validation
+    ratios = [
+        np.subtract(log_probs, log_probs_of_teacher(teacher, prompt, tokens))
+        for prompt, tokens, log_probs, _ in sampled
+    ]
+    assert got["validation"]["validation_kl"] == pytest.approx(
+        np.concatenate(ratios).mean(), rel=1e-6
+    )
+    assert got["validation"].keys() - {"step", "validation_kl"} == (
+        {"validation_reward"} if "teacher_weight" in own else set()
+    )
 
 
 @pytest.mark.parametrize("weight", [0.0, 0.3])
@@ -435,7 +584,7 @@ def test_prompts_and_random_numbers_do_not_depend_on_the_ranks(seen, alone):
     assert len(one["draws"]) > 4
     of_a_prompt = [draws for each in one["draws"].values() for draws in each]
     assert len({json.dumps(draws) for draws in of_a_prompt}) == len(of_a_prompt)
-    assert one["validation_reward"] == two["validation_reward"]
+    assert one["validation"] == two["validation"]
     for answers, others in zip(one["answers"][:2], two["answers"][:2]):
         for group, as_group in zip(answers, others, strict=True):
             for answer, as_answer in zip(group, as_group, strict=True):
@@ -639,14 +788,25 @@ def with_reward(folder: Path, body: str) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def taught(teacher) -> dict:
+    """Return flags of a teacher beside the reward, and flags without one."""
+    return {"teacher": teacher, "teacher_weight": 0.05}
+
+
+UNTAUGHT = {"teacher": None, "teacher_weight": None}
+
+
 @pytest.fixture
-def reinforce(flags, tmp_path, monkeypatch):
+def reinforce(flags, taught, tmp_path, monkeypatch):
     """Return a function that launches the script with a reward, and writes to tmp_path/run."""
 
     def run(body: str = GRADED, faults: list | None = None, ranks: int = 2, **own):
         monkeypatch.setenv("COPIED", str(with_reward(tmp_path / "copy", body)))
-        given = {name: value for name, value in flags.items() if name not in ("model", "tokenizer")}
-        return launch(ranks, "copied", given | RUN | {"run_dir": tmp_path / "run"} | own, faults)
+        given = flags | RUN | taught | {"run_dir": tmp_path / "run", "model": None} | own
+        given = {name: value for name, value in given.items() if value is not None}
+        del given["tokenizer"]
+        return launch(ranks, "copied", given, faults)
 
     return run
 
@@ -661,12 +821,12 @@ def lines(run_dir: Path) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def finished(flags, tmp_path_factory) -> Path:
+def finished(flags, taught, tmp_path_factory) -> Path:
     """Return a run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COPIED", str(with_reward(folder / "copy", GRADED)))
-        done = launch(2, "copied", flags | RUN | {"run_dir": folder / "run"})
+        done = launch(2, "copied", flags | RUN | taught | {"run_dir": folder / "run"})
     assert (done.returncode, done.stderr) == (0, "")
     return folder / "run"
 
@@ -676,7 +836,7 @@ def test_metrics_are_those_of_the_interface(finished):
     validation = [line for line in every if "validation_reward" in line]
     training = [line for line in every if "loss" in line]
     assert [line["step"] for line in validation] == [0, 2, 4]
-    assert all(line.keys() == {"step", "validation_reward"} for line in validation)
+    assert all(line.keys() == {"step", "validation_reward", "validation_kl"} for line in validation)
     assert [line["step"] for line in training] == [1, 2, 3, 4]
     names = """step loss learning_rate grad_norm tokens padding_fraction tokens_per_second mfu
         step_seconds sample_seconds peak_memory_gib reward answer_length truncated entropy policy_kl
@@ -687,6 +847,59 @@ def test_metrics_are_those_of_the_interface(finished):
         assert 0 <= line["reward"] <= 1 and 0 <= line["truncated"] <= 1
     tokens = np.diff([0] + [line["tokens"] for line in training])
     assert tokens.tolist() == [round(16 * line["answer_length"]) for line in training]
+
+
+def test_a_teacher_alone_needs_no_reward(reinforce, tmp_path):
+    """Nor several answers to a prompt. The divergence falls, also on held-out prompts."""
+    own = {"answers": 1, "prompts": 32, "steps": 12, "eval_every": 12, "teacher_weight": None}
+    own |= {"learning_rate": 3e-2, "reference_weight": 0.0, "eval_answers": 8}
+    done = reinforce("raise ValueError('called')", ranks=1, **own)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "step 0: validation kl " in done.stdout and "teacher_kl " in done.stdout
+    assert "no gradient" not in done.stdout
+    every = lines(tmp_path / "run")
+    training = [line for line in every if "loss" in line]
+    assert not {"reward", "mixed", "validation_reward"} & set().union(*map(dict.keys, every))
+    # In the first inner step, the loss is the divergence.
+    assert all(line["loss"] == pytest.approx(line["teacher_kl"], rel=1e-5) for line in training)
+    first, last = (line["validation_kl"] for line in every if "loss" not in line)
+    assert last < 0.85 * first, (first, last)
+
+
+def test_resume_with_another_teacher_at_the_same_path_is_refused(reinforce, finished, teacher):
+    before, path = tree(finished), Path(teacher, "model.safetensors")
+    weights = path.read_bytes()
+    path.write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
+    done = reinforce(run_dir=finished)
+    path.write_bytes(weights)
+    assert done.codes[0] == 2 and "Traceback" not in done.stderr
+    assert re.search("was written with teacher_hash [0-9a-f]{32} .now [0-9a-f]{32}.;", done.stderr)
+    assert tree(finished) == before
+
+
+def test_a_teacher_that_cannot_be_one_is_refused(reinforce, flags, start, tokenizer, tmp_path):
+    """In one line, before a step: other ids, fewer ids than the model has, no weights."""
+    ids, few = tmp_path / "ids", tmp_path / "few"
+    for folder in (ids, few):
+        shutil.copytree(start, folder)
+    described = json.loads((ids / "tokenizer.json").read_text())
+    vocabulary = described["model"]["vocab"]
+    (one, first), (two, second), *_ = vocabulary.items()
+    vocabulary |= {one: second, two: first}
+    (ids / "tokenizer.json").write_text(json.dumps(described))
+    done = reinforce(ranks=0, teacher=ids)
+    said = f"error: --teacher {ids} has another tokenizer than the model\n"
+    assert (done.returncode, done.stderr) == (2, said)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(common.Refusal, match=r"^--teacher none has no \*.safetensors here"):
+        script.find_teacher(script.Config(teacher="none"), tokenizer)
+    shape = json.loads((few / "config.json").read_text())
+    (few / "config.json").write_text(json.dumps(shape | {"vocab_size": 300}))
+    config = script.Config(**flags | {"teacher": str(few)})
+    script.find_teacher(config, tokenizer)  # the tokenizer is the same
+    run = SimpleNamespace(config=config, model_config=SimpleNamespace(vocab_size=320))
+    with pytest.raises(common.Refusal, match="has 320 ids, --model .*few only 300"):
+        script.load_frozen(config.teacher, run)
 
 
 def check_resumed(stopped, resumed, run_dir: Path, finished: Path, step: int) -> None:
@@ -796,7 +1009,7 @@ def test_rewards_rise_where_they_can(reinforce, tmp_path):
     """With a reward for short answers, answers become short."""
     own = {"steps": 10, "eval_every": 10, "checkpoint_every": 10, "answers": 8}
     own |= {"answer_length": 32, "reference_weight": 0.0}
-    done = reinforce(SHORT, **own)
+    done = reinforce(SHORT, **own | UNTAUGHT)
     assert (done.returncode, done.stderr) == (0, "")
     rewards = [line["reward"] for line in lines(tmp_path / "run") if "reward" in line]
     assert np.mean(rewards[-3:]) > rewards[0] + 0.2, rewards
@@ -859,7 +1072,8 @@ def test_what_a_reward_is_given(tokenizer, monkeypatch):
     tokens = np.array([*"né".encode(), tokenizer.eos_token_id], np.uint32)
     log_probs = np.zeros(len(tokens), np.float32)
     ends = SimpleNamespace(eos_token_id=[tokenizer.eos_token_id])
-    run = SimpleNamespace(tokenizer=tokenizer, model_config=ends)
+    config = script.Config()
+    run = SimpleNamespace(config=config, tokenizer=tokenizer, model_config=ends)
     judged = script.judge(run, script.Answer(prompt, reference, tokens, log_probs))
     text = "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\np<|im_end|>\n"
     assert seen == [(text + "<|im_start|>assistant\n", "né", "the best")]
@@ -947,12 +1161,15 @@ def test_a_bad_reward_of_one_rank_under_torchrun(flags, tmp_path):
 
 
 def test_equal_rewards_are_said_and_trained_on(reinforce, tmp_path):
-    done = reinforce("return 0", steps=2, grad_clip=1.0, reference_weight=0.0)
+    done = reinforce("return 0", steps=2, grad_clip=1.0, reference_weight=0.0, **UNTAUGHT)
     assert (done.returncode, done.stderr) == (0, "")
     said = [line for line in done.stdout.splitlines() if "no gradient" in line]
     assert [line.split(":")[0] for line in said] == ["step 1", "step 2"]
     training = [line for line in lines(tmp_path / "run") if "loss" in line]
     assert [(x["loss"], x["grad_norm"], x["mixed"]) for x in training] == [(0, 0, 0)] * 2
+    names = set().union(*map(dict.keys, lines(tmp_path / "run")))
+    assert {"validation_reward", "reference_kl"} <= names
+    assert not {"validation_kl", "teacher_kl"} & names  # without a teacher
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -963,7 +1180,9 @@ def test_equal_rewards_of_any_size_are_equal(monkeypatch, tokenizer):
     monkeypatch.setattr(script, "answer_prompts", lambda *_: [group, group])
     ends = SimpleNamespace(eos_token_id=[tokenizer.eos_token_id])
     config = script.Config(prompts=2, answers=3)
-    run = SimpleNamespace(config=config, tokenizer=tokenizer, model_config=ends)
+    run = SimpleNamespace(
+        config=config, tokenizer=tokenizer, model_config=ends, rank=0, world_size=1
+    )
     _, measured = script.roll_out(None, SimpleNamespace(lengths=np.ones(5)), 1, run)
     assert measured["mixed"] == 0
 
@@ -1164,7 +1383,7 @@ def test_a_model_without_a_template_is_refused():
 def test_nothing_is_dropped_at_random(start):
     """In training neither, because it would not be the policy that sampled."""
     shape = small_shape(attention_dropout=0.5)
-    model = script.build_policy(shape, script.Config(model=start, tokenizer=start), None)
+    model = script.build_policy(shape, script.Config(model=start, tokenizer=start))
     assert shape.attention_dropout == 0.5 and not any(m.training for m in model.modules())
 
 

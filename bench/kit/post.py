@@ -144,7 +144,8 @@ def grpo() -> None:
                     for i, answer in enumerate(made)
                 ]
                 advantages = rng.standard_normal(len(found)).astype(np.float32)
-                batches = script.AnswerBatches(found, advantages, config, padding_id=0)
+                run = SimpleNamespace(config=config, tokenizer=SimpleNamespace(eos_token_id=0))
+                batches = script.AnswerBatches(found, advantages, run)
                 batch = batches.global_batch(batches.plan(0), 0, 1)
                 began = time.perf_counter()
                 measured = script.train_step(model, optimizer, batch, 1, config, device)
