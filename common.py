@@ -841,7 +841,8 @@ def read_checkpoint(checkpoint: Path, state_dict: dict) -> None:
         state_dict = {"app": state_dict}
     with refusing(
         f"{checkpoint} of torch {before['torch']} and {before.get('optimizer')} cannot be loaded "
-        "(use its weights alone: --init_from, another --run_dir)"
+        "(remove it if it is damaged; if another optimizer wrote it, use its weights alone: "
+        "--init_from, another --run_dir)"
     ):
         # For metadata that it cannot read, `dcp.load` would log 56 lines before it fails.
         dcp.FileSystemReader(checkpoint).read_metadata()
@@ -905,7 +906,8 @@ class Checkpoints:
         Raises:
             Refusal: the facts differ, or run_dir is neither new, empty, nor this run's own.
         """
-        complete = [self.complete()]
+        with refusing(f"--run_dir {self.run_dir} cannot be read"):
+            complete = [self.complete()]
         dist.broadcast_object_list(complete)  # a node could see another list
         [own] = complete
         if resume == "auto":
@@ -939,9 +941,8 @@ class Checkpoints:
             if any(path.stat().st_size for path in self.run_dir.glob("*")):
                 before = json.loads((self.run_dir / "config.json").read_text())
                 lines = (self.run_dir / "metrics.jsonl").read_bytes().splitlines()
-                last_step = json.loads(lines[-1])["step"] if lines else 0
-                # One checkpoint may be missing while it is written in the background.
-                lost = last_step >= 2 * before["checkpoint_every"]
+                # While a checkpoint is written in the background, training may reach the next one.
+                lost = len(lines) > 2 * before["checkpoint_every"]
                 if lost or own or (self.run_dir / "hf").exists():
                     raise ValueError("use another --run_dir")
 

@@ -269,11 +269,12 @@ def launch(main: Callable[[], Callable | None]) -> None:
 def report(error: BaseException) -> None:
     """Print why this rank ends, and leave it for the summary that torchrun prints at its end."""
     message = "".join(traceback.format_exception(error))
-    is_cause = True
+    first = os.environ["LOCAL_RANK"] == "0"  # of the ranks of this node
+    is_cause = first or dist.is_initialized()  # before they meet, all ranks fail at the same line
     if isinstance(error, Refusal):
         message = f"error: {error}"
         error.__traceback__ = error.__context__ = error.__cause__ = None  # torchrun prints them
-        is_cause = os.environ["LOCAL_RANK"] == "0"  # one of a node's ranks prints it
+        is_cause = first
     elif lost_connection(error):
         is_cause = False
         message = (

@@ -65,7 +65,7 @@ def environment(tmp_path_factory):
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
-    # As `common.launch` sets them without torchrun; `common.say` prints on rank 0 only.
+    # As `run.launch` sets them without torchrun; `common.say` prints on rank 0 only.
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
     import datasets
 
@@ -144,7 +144,7 @@ def split(documents: Any, validation_tokens: float = math.inf) -> Any:
     """Split what `all_of` returns into training and validation."""
     import common
 
-    return common.split(documents.documents, validation_tokens)
+    return common.train_validation_split(documents.documents, validation_tokens)
 
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}

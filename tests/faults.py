@@ -1,8 +1,8 @@
 """Run a script in which chosen calls go wrong: faults.py SCRIPT FAULTS FLAGS...
 
-FAULTS is a JSON list. With {"call": "Run.log_step", "number": 3, "rank": 1, "do": "kill"}, rank 1
-kills itself before the third call of common.Run.log_step. With "after", it does so when that call
-returns.
+FAULTS is a JSON list. With {"call": "run.Run.log_step", "number": 3, "rank": 1, "do": "kill"},
+rank 1 kills itself before the third call of run.Run.log_step. With "after", it does so when that
+call returns.
 """
 
 import errno
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-import common  # noqa: E402
+from run import launch  # noqa: E402
 
 
 def limit_file_size() -> None:
@@ -88,8 +88,8 @@ def plant(fault: dict[str, Any]) -> None:
         return
     if "restart" in fault and str(fault["restart"]) != os.environ.get("TORCHELASTIC_RESTART_COUNT"):
         return
-    *path, name = fault["call"].split(".")
-    owner: Any = functools.reduce(getattr, path, common)
+    module, *path, name = fault["call"].split(".")
+    owner: Any = functools.reduce(getattr, path, importlib.import_module(module))
     function, calls = getattr(owner, name), 0
 
     def wrapped(*arguments: Any, **keywords: Any) -> Any:
@@ -106,15 +106,15 @@ def plant(fault: dict[str, Any]) -> None:
     setattr(owner, name, wrapped)
 
 
-def run(script: str, faults: list[dict[str, Any]], words: list[str]) -> None:
+def run_with_faults(script: str, faults: list[dict[str, Any]], words: list[str]) -> None:
     # A shell that starts the tests in the background ignores SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     module = importlib.import_module(script)
     sys.argv = [f"{script}.py", *words]
     for fault in faults:
         plant(fault)
-    common.launch(module.main)
+    launch(module.main)
 
 
 if __name__ == "__main__":
-    run(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3:])
+    run_with_faults(sys.argv[1], json.loads(sys.argv[2]), sys.argv[3:])

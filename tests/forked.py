@@ -94,7 +94,7 @@ def join(ranks: list[int]) -> list[int]:
 
 
 def main() -> None:
-    from faults import run
+    from faults import run_with_faults
 
     for script in Path(__file__).parents[1].glob("*p*_*.py"):
         with contextlib.suppress(Exception):  # one that fails to import fails in its own launches
@@ -110,7 +110,7 @@ def main() -> None:
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             os.environ.clear()
             os.environ |= asked["environment"]
-            program = partial(run, asked["script"], asked["faults"], asked["words"])
+            program = partial(run_with_faults, asked["script"], asked["faults"], asked["words"])
             descriptors = out.fileno(), err.fileno()
             codes = join(start(asked["ranks"], program, *descriptors, asked["orderly"]))
             out.seek(0)

@@ -17,20 +17,20 @@ from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from faults import run  # noqa: E402
+from faults import run_with_faults  # noqa: E402
 from forked import join, start, warm_up  # noqa: E402
 
 RANKS = 2
 # Calls while a run begins or writes a checkpoint, and how often rank 0 and rank 1 make them.
 PLACES = [
-    ("Checkpoints.write", 1, 1),
+    ("common.Checkpoints.write", 1, 1),
     ("torch.distributed.checkpoint.FileSystemWriter.write_data", 2, 2),
     ("torch.distributed.checkpoint.FileSystemWriter.finish", 1, 0),
-    ("sync_to_disk", 11, 0),
-    ("Path.rename", 2, 0),
+    ("common.sync_to_disk", 11, 0),
+    ("pathlib.Path.rename", 2, 0),
     ("shutil.rmtree", 2, 0),
-    ("Run.open_files", 1, 0),
-    ("Run.log_step", 3, 3),
+    ("run.Run.open_files", 1, 0),
+    ("run.Run.log_step", 3, 3),
 ]
 
 
@@ -38,7 +38,7 @@ def launch(script: str, words: list[str], faults: list[dict]) -> list[int]:
     """Start the ranks. Killed ranks and their neighbors print nothing."""
     with open(os.devnull, "w") as nowhere:
         err = nowhere if faults else sys.stderr
-        program = partial(run, script, faults, words)
+        program = partial(run_with_faults, script, faults, words)
         return start(RANKS, program, nowhere.fileno(), err.fileno())
 
 
@@ -47,7 +47,7 @@ def main() -> None:
     importlib.import_module(script)
     warm_up()
     chance = random.Random(int(seed))
-    no_end = {"call": "Run.finish", "do": "kill"}
+    no_end = {"call": "run.Run.finish", "do": "kill"}
     for number in range(int(kills)):
         victim = chance.choice([0, 0, 1])
         if number % 2:  # one rank, at a call

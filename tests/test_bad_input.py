@@ -3,6 +3,7 @@
 import contextlib
 import importlib
 import re
+import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from conftest import (
     HANGS,
+    ROOT,
     SIZES,
     SMALL,
     arguments,
@@ -32,6 +34,8 @@ from transformers import (
 
 import common
 import fsdp2_cp_pretrain
+from model import BUCKETED_TYPES
+from run import parse_config
 
 BASE = {**SMALL, "steps": 2, "eval_every": 2}
 
@@ -42,7 +46,7 @@ TP, CP, PP = "fsdp2_tp_pretrain", "fsdp2_cp_pretrain", "fsdp2_pp_pretrain"
 EP, MUON, GRPO = "fsdp2_ep_pretrain", "fsdp2_muon_pretrain", "fsdp2_grpo"
 PRETRAINING = ["ddp_pretrain", "fsdp1_pretrain", "fsdp2_pretrain", MUON, TP, CP, PP, EP]
 # All at once, because a parser changes the types of fields that later classes would inherit.
-CONFIGS = {name: importlib.import_module(name).Config for name in [*PRETRAINING, GRPO]}
+MODULES = {name: importlib.import_module(name) for name in [*PRETRAINING, GRPO]}
 # GRPO counts prompts. None means that the flag is not given.
 PROMPTS = {"global_batch_tokens": None, "eval_tokens": None}
 # Flags beside the good ones, and what the error must contain. Optional: script, and ranks.
@@ -118,13 +122,15 @@ def words_of(flags: dict) -> list[str]:
 
 @pytest.mark.parametrize("case", FLAGS, ids=lambda case: " ".join(words_of(case[0])))
 def test_flags_that_cannot_work(case, monkeypatch):
+    """They are refused before the data is loaded."""
     flags, expected = case[:2]
     script = case[2] if len(case) > 2 else "fsdp2_pretrain"
     ranks = case[3] if len(case) > 3 else 1
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *words_of(BASE | flags)])
+    monkeypatch.delattr(common, "load_tokenizer")
     with pytest.raises(common.Refusal) as refusal:
-        common.parse_config(CONFIGS[script])
+        MODULES[script].main()
     assert re.search(expected, str(refusal.value)), refusal.value
     assert "\n" not in str(refusal.value)
 
@@ -305,9 +311,9 @@ def test_ranks_that_srun_starts_without_torchrun_are_refused(monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(common.Refusal, match="srun runs this 4 times.*let it start torchrun"):
-        common.parse_config(CONFIGS["fsdp2_pretrain"])
+        parse_config(MODULES["fsdp2_pretrain"].Config)
     monkeypatch.setenv("WORLD_SIZE", "2")  # by one torchrun a task
-    assert common.parse_config(CONFIGS["fsdp2_pretrain"]).seed == 0
+    assert parse_config(MODULES["fsdp2_pretrain"].Config).seed == 0
 
 
 # --- Types of models that nobody has compared -----------------------------------------------------
@@ -315,7 +321,7 @@ def test_ranks_that_srun_starts_without_torchrun_are_refused(monkeypatch):
 
 def test_an_untested_type_trains_if_asked_to(corpus, tmp_path):
     """With a warning. The case "unknown type" above is refused."""
-    assert "xglm" not in common.BUCKETED_TYPES.split()
+    assert "xglm" not in BUCKETED_TYPES.split()
     XGLMConfig(**SIZES).save_pretrained(tmp_path / "model")
     flags = {"dataset": corpus, "model": tmp_path / "model", "run_dir": tmp_path / "run"}
     done = launch(0, "fsdp2_pretrain", BASE | flags | {"untested_model": "true"})
@@ -323,6 +329,35 @@ def test_an_untested_type_trains_if_asked_to(corpus, tmp_path):
     assert len(metrics(tmp_path / "run")[0]) == BASE["steps"]
     [line] = [line for line in done.stdout.splitlines() if line.startswith("WARNING: ")]
     assert "type xglm is not tested with bucketed batches; compare the loss" in line
+
+
+# --- Bugs in code that users edit -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "bug, error",
+    [
+        ("text_of_row", "NameError: name 'text_of_row' is not defined"),
+        ("text + str(np.ones(2) + np.ones(3))", "ValueError: operands could not be broadcast"),
+    ],
+)
+def test_a_bug_in_tokenize_text_shows_its_traceback_once(
+    corpus, shape_directory, tmp_path, monkeypatch, bug, error
+):
+    """No row is left out because of it. numpy raises ValueError for a mistake in a shape."""
+    text = (ROOT / "common.py").read_text()
+    right = "    tokens = encode_text(text, tokenizer)\n"
+    before, found, _ = text.partition(right)
+    assert found
+    (tmp_path / "common.py").write_text(text.replace(right, right.replace("(text", f"({bug}")))
+    shutil.copy(ROOT / "fsdp2_pretrain.py", tmp_path)
+    monkeypatch.setenv("COPIED", str(tmp_path / "fsdp2_pretrain.py"))
+    flags = {"dataset": corpus, "model": shape_directory, "run_dir": tmp_path / "run"}
+    done = launch(2, "copied", BASE | flags)
+    assert done.returncode == 1 and done.stderr.count(error) == 1, done.stderr
+    line = before.count("\n") + 1
+    assert f'{tmp_path}/common.py", line {line}, in tokenize_text' in done.stderr
+    assert done.stdout == "" and not (tmp_path / "run").exists()
 
 
 # --- Several ranks --------------------------------------------------------------------------------
@@ -336,6 +371,8 @@ def test_under_torchrun_it_is_said_once_and_all_ranks_end(commands):
     assert done.returncode == 1  # torchrun's own, for any rank that fails
     said = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(said) == 1, done.stderr
+    *_, summary = done.stderr.split("Root Cause")
+    assert said[0].removeprefix("error: ") in summary
     assert "exitcode  : 2" in done.stderr
     assert "forcefully" not in done.stderr  # torchrun's line about a rank that SIGTERM did not end
     assert "common.py" not in done.stderr  # no traceback of ours

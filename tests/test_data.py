@@ -3,6 +3,7 @@
 import copy
 import gzip
 import importlib
+import itertools
 import json
 import math
 import os
@@ -30,8 +31,9 @@ from transformers import (
 )
 
 import common
-import fsdp2_pretrain
-import fsdp2_sft
+import conversations
+from model import attend_one_by_one, document_attention
+from run import Run
 
 TRICKY = [
     "def f(x):\n\treturn x  # comment\n",
@@ -54,7 +56,7 @@ def load(
     dataset, column: str = "text", tokenizer: str = "bytes", function=common.tokenize_text
 ) -> common.Sequences:
     """Call `load_documents` as the pretraining scripts do."""
-    config = common.Flags(dataset=str(dataset), tokenizer=tokenizer)
+    config = data_config(dataset=str(dataset), tokenizer=tokenizer)
     tokenizer = common.load_tokenizer(tokenizer)
     return all_of(common.load_documents(config, [column], function, tokenizer))
 
@@ -73,7 +75,7 @@ def batches(corpus):
     def make(batching="bucketed", budget=512, multiple=1, seed=0):
         training, _ = split(load(corpus))
         return make_batches(
-            training.sequences(512),
+            training.split(512),
             batching=batching,
             micro_batch_tokens=budget,
             pad_to_multiple_of=multiple,
@@ -134,8 +136,7 @@ def test_an_encoding_with_a_gap_between_its_ids_is_refused(ids, end, monkeypatch
     special = {"<|endoftext|>": end}
     gap = tiktoken.Encoding("x", pat_str=r"[\s\S]", mergeable_ranks=ranks, special_tokens=special)
     monkeypatch.setattr(tiktoken, "get_encoding", lambda name: gap)
-    load_uncached = common.load_tokenizer.__wrapped__
-    assert "gaps between its ids; use" in refused(load_uncached, "p50k_base")
+    assert "gaps between its ids; use" in refused(common.load_tokenizer, "p50k_base")
 
 
 def test_tokenizers_that_truncate_or_lack_an_end_token(tmp_path):
@@ -176,7 +177,7 @@ def test_documents_on_macos(corpus, monkeypatch, texts):
 
 def test_each_prediction_of_a_long_document_is_in_exactly_one_sequence(corpus, texts):
     """Splitting loses and repeats nothing."""
-    sequences, start = load(corpus).sequences(70), 0
+    sequences, start = load(corpus).split(70), 0
     assert sequences.lengths.max() == 70 and sequences.lengths.min() >= 1
     assert sequences.num_targets.tolist() == sequences.lengths.tolist()
     for text in texts:
@@ -210,7 +211,7 @@ def test_truncation_keeps_beginnings_that_have_targets(tmp_path, capsys):
     path.write_text("".join(lines))
     documents = load(path, function=masked_tokenizer)
     assert documents.num_targets.tolist() == [2, 2, 3, 1, 1]
-    sequences = fsdp2_sft.truncate(documents, 3)
+    sequences = conversations.truncate(documents, 3)
     assert sequences.lengths.tolist() == [3, 3, 1]
     assert sequences.num_targets.tolist() == [2, 2, 1]
     tokens, in_loss = sequences.read(1)
@@ -386,10 +387,10 @@ def test_flags_of_the_batch_plan_tokenize_nothing_again(corpus, texts):
         {"batching": "packed", "max_length": 70, "micro_batch_tokens": 4096},
         {"pad_to_multiple_of": 64, "seed": 1},
     ):
-        config = common.Flags(dataset=corpus, **flags)
+        config = data_config(dataset=corpus, **flags)
         tokenizer = common.load_tokenizer("bytes")
         documents = common.load_documents(config, ["text"], counting_tokenizer, tokenizer)
-        sequences = all_of(documents).sequences(config.max_length)
+        sequences = all_of(documents).split(config.max_length)
         make_batches(sequences, **flags).plan(0)
         seen.append(int(sequences.lengths.max()))
         assert tokenized == texts
@@ -401,6 +402,7 @@ import os, sys, time
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 import common, datasets
+from types import SimpleNamespace
 
 def slow_tokenizer(document, tokenizer):
     with open(log, "a") as file:  # one line for each document
@@ -408,7 +410,7 @@ def slow_tokenizer(document, tokenizer):
     time.sleep(0.002)  # so that the ranks overlap
     return common.tokenize_text(document, tokenizer)
 
-config = common.Flags(dataset=sys.argv[2])
+config = SimpleNamespace(dataset=sys.argv[2], dataset_config=None, dataset_split="train")
 tokenizer = common.load_tokenizer("bytes")
 for group in sys.argv[3:]:  # CACHE=RANKS
     cache, ranks = group.split("=")
@@ -419,7 +421,7 @@ for group in sys.argv[3:]:  # CACHE=RANKS
         if not children[-1]:
             os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": ranks}
             documents = common.load_documents(config, ["text"], slow_tokenizer, tokenizer)
-            parts = [part.lengths for part in common.split(documents, 1e9)]
+            parts = [part.lengths for part in common.train_validation_split(documents, 1e9)]
             tokens = sum(int(lengths.sum()) for lengths in parts)
             os.write(1, f"{tokens} {[*map(len, parts)]}\\n".encode())
             os._exit(0)
@@ -521,13 +523,13 @@ def test_a_sequence_that_no_micro_batch_can_hold_is_an_error(batching):
 def embedded(corpus: str) -> common.Sequences:
     """Return the training sequences of an embedded corpus, as the scripts read it by default."""
     if corpus == "stdlib":
-        return split(load(corpus))[0].sequences(512)
+        return split(load(corpus))[0].split(512)
     tokenizer, _ = fsdp2_sft.chat_tokenizer(fsdp2_sft.Config())
-    config = common.Flags(dataset=corpus)
+    config = data_config(dataset=corpus)
     documents = common.load_documents(
         config, ["prompt", "completion", "system"], fsdp2_sft.tokenize_conversation, tokenizer
     )
-    return fsdp2_sft.truncate(common.split(documents, math.inf)[0], 2048)
+    return conversations.truncate(common.train_validation_split(documents, math.inf)[0], 2048)
 
 
 @pytest.mark.parametrize(
@@ -614,13 +616,10 @@ def contents(micro_batches) -> list[tuple]:
     ]
 
 
-START = {"step": 0, "tokens": 0}
-
-
-def position(made: common.Batches, order: list, step: int) -> dict:
-    """Return the progress after so many steps of 8 micro-batches."""
+def position(made: common.Batches, order: list, step: int) -> int:
+    """Return the target tokens of so many steps of 8 micro-batches."""
     seen = np.concatenate([np.zeros(0, int), *order[: 8 * step]])
-    return {"step": step, "tokens": int(made.sequences.num_targets[seen].sum())}
+    return int(made.sequences.num_targets[seen].sum())
 
 
 def order_of(made: common.Batches, epochs: int) -> list[np.ndarray]:
@@ -670,10 +669,9 @@ def test_steps_and_tokens_are_the_position_in_the_data(batches, batching, monkey
     monkeypatch.setattr(made, "plan", lambda n: planned.append(int(n)) or plan(n))
     for step in (0, epoch // 8, epoch // 8 + 1, 2 * epoch // 8, 3 * epoch // 8):
         planned.clear()
-        [batch] = made.stream(position(made, order, step), step + 1, 8, 0, 1)
+        batch = next(made.stream(position(made, order, step), 8, 0, 1))
         expected = contents(map(made.collate, order[8 * step : 8 * step + 8]))
         assert contents(batch.micro_batches) == expected
-        assert batch.step == step + 1
         before = next(n for n in range(4) if 8 * step < sum(len(plan(e)) for e in range(n + 1)))
         assert planned[0] == before and len(planned) <= 2  # the next step is prepared, too
 
@@ -683,10 +681,10 @@ def test_stream_yields_the_steps_in_order_and_raises_errors(batches, monkeypatch
     made = batches()
     order = order_of(made, 1)
     expected = [contents(map(made.collate, order[8 * s + 1 : 8 * s + 8 : 2])) for s in range(2, 6)]
-    stream = [*made.stream(position(made, order, 2), 6, 8, 1, 2)]
+    stream = itertools.islice(made.stream(position(made, order, 2), 4, 1, 2), 4)
     assert [contents(batch.micro_batches) for batch in stream] == expected
     before = threading.active_count()
-    left = made.stream(START, 9, 8, 0, 1)
+    left = made.stream(0, 8, 0, 1)
     next(left)
     left.close()
     assert threading.active_count() == before
@@ -696,7 +694,7 @@ def test_stream_yields_the_steps_in_order_and_raises_errors(batches, monkeypatch
 
     monkeypatch.setattr(made, "global_batch", fail)
     with pytest.raises(OSError, match="disk gone"):
-        next(made.stream(START, 1, 8, 0, 1))
+        next(made.stream(0, 8, 0, 1))
 
 
 @pytest.mark.parametrize("batching", ["bucketed", "packed"])
@@ -719,8 +717,8 @@ def test_bits_per_byte_count_each_document_once(corpus, texts):
     logged = []
     run = SimpleNamespace(log=logged.append)
     for max_length in (64, 512):
-        made = make_batches(split(load(corpus))[1].sequences(max_length), max_length=max_length)
-        common.Run.log_validation(run, 3, 2.0, made)
+        made = make_batches(split(load(corpus))[1].split(max_length), max_length=max_length)
+        Run.log_validation(run, 3, 2.0, made.bytes_per_target())
     held_out = texts_of(split(load(corpus))[1])
     num_bytes = sum(len(text.encode()) for text in held_out)
     # The bytes of a text and its end token are as many predictions as the text has bytes.
@@ -754,7 +752,7 @@ def test_compiled_blocks_see_few_shapes(batches, batching):
 @pytest.fixture(scope="module")
 def models(weights_directory):
     """Return the same weights with transformers' plain attention, with SDPA, and with ours."""
-    AttentionInterface.register("documents", fsdp2_pretrain.document_attention)
+    AttentionInterface.register("documents", document_attention)
     load = Qwen2ForCausalLM.from_pretrained
     return {
         kind: load(weights_directory, dtype=torch.float32, attn_implementation=kind)
@@ -766,9 +764,7 @@ def models(weights_directory):
 def validate(models, corpus: str, eval_tokens: float, **flags) -> tuple[list, int, float]:
     """Return documents, target tokens and the mean loss of a model, as the scripts validate."""
     _, held_out = split(load(corpus), eval_tokens)
-    made = make_batches(
-        held_out.sequences(flags.get("max_length", 64)), **{"max_length": 64} | flags
-    )
+    made = make_batches(held_out.split(flags.get("max_length", 64)), **{"max_length": 64} | flags)
     model = models["documents" if made.config.batching == "packed" else "sdpa"]
     total = torch.zeros(2, dtype=torch.float64)
     for batch in made.evaluation(0, 1):
@@ -852,8 +848,8 @@ def test_packed_attention_refuses_what_it_does_not_apply(asked):
     boundaries = torch.tensor([0, 4, 8], dtype=torch.int32)
     known = {"attention_mask": None, "cu_seq_lens_q": boundaries, "max_length_q": 4}
     with pytest.raises(ValueError, match="packed attention has no mask, no sinks and no sliding"):
-        fsdp2_pretrain.document_attention(None, query, key, value, **known | asked)
-    fsdp2_pretrain.document_attention(None, query, key, value, **known, sliding_window=4)
+        document_attention(None, query, key, value, **known | asked)
+    document_attention(None, query, key, value, **known, sliding_window=4)
 
 
 @pytest.mark.gpu
@@ -863,8 +859,8 @@ def test_variable_length_kernels_equal_attention_one_by_one():
     shape = {"q": (1, 8, 512, 64), "k": (1, 2, 512, 64), "v": (1, 2, 512, 64)}
     q, k, v = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in shape.values())
     limits = torch.tensor([0, 5, 200, 201, 512, 512, 512], dtype=torch.int32, device="cuda")
-    got, _ = fsdp2_pretrain.document_attention(None, q, k, v, None, 0.125, limits, 512)
-    expected = fsdp2_pretrain.attend_one_by_one(q, k, v, limits, 0.125)
+    got, _ = document_attention(None, q, k, v, None, 0.125, limits, 512)
+    expected = attend_one_by_one(q, k, v, limits, 0.125)
     torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
 
 
@@ -876,7 +872,7 @@ def test_the_cache_holds_ids_in_the_smallest_type(tmp_path, monkeypatch, largest
     path = tmp_path / "some.txt"
     path.write_text(f"{largest}\nb\n")
 
-    config = common.Flags(dataset=str(path))
+    config = data_config(dataset=str(path))
     documents = all_of(common.load_documents(config, ["text"], largest_id_first, tokenizer))
     column = documents.documents.data.column("tokens")
     assert column.type.value_type.bit_width == bits
@@ -903,7 +899,7 @@ def test_pieces_are_read_from_any_record_batch(tmp_path):
         [np.arange(3000), np.zeros(3000, int), lengths - 1, lengths - 1],
         names="document,start,lengths,num_targets",
     )
-    pieces = common.Sequences(stored, index).sequences(3)
+    pieces = common.Sequences(stored, index).split(3)
     for i in rng.permutation(len(pieces.lengths))[:500]:
         tokens, in_loss = pieces.read(i)
         found = pieces.index[i]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from conftest import ROOT
 from grid import share
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers
+from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, trainers
 from tokenizers.pre_tokenizers import (
     BertPreTokenizer,
     ByteLevel,
@@ -133,6 +133,22 @@ def test_mixed_texts_have_the_same_ids(kind):
         texts.append("".join(draw.sample(words, len(words))))
     assert (common.fast_tokenizer(make(kind)) is None) == (kind in UNKNOWN)
     check(make(kind), texts)
+
+
+@pytest.mark.parametrize("kind", ["letters without a token", "dropout"])
+def test_fastokens_is_not_used_where_its_ids_would_differ(kind):
+    """It splits words at letters that have no token, and it ignores dropout."""
+    backend = Tokenizer.from_str(make("GPT-2").backend_tokenizer.to_str())
+    backend.model.dropout = 0.1
+    if kind == "letters without a token":
+        backend = Tokenizer(models.BPE())
+        trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=[END], show_progress=False)
+        words = ["need feed seed deed weed", "edge hedge ledge"] * 9
+        backend.train_from_iterator(words, trainer)
+    tokenizer = common.Tokenizer(tokenizer_object=backend, eos_token=END)
+    assert common.fast_tokenizer(tokenizer) is None
+    if kind == "letters without a token":
+        check(tokenizer, ["need", "ne\u0301ed", "de漢ge", "se🙂ed"])
 
 
 def test_a_process_can_tokenize_after_its_parent_did():

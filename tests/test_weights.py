@@ -14,6 +14,8 @@ from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import common
+from model import read_config
+from run import fetch_weights
 
 TEXT = "don't  WE'LL 12345 e\u0301\n\n x"
 
@@ -52,8 +54,7 @@ def test_the_class_knows_an_end_token_that_the_files_lack(tmp_path):
     directory = save_tokenizer(tmp_path, tokenizer_class="GPT2Tokenizer", eos_token=None)
     assert common.load_tokenizer(str(directory)).eos_token_id == 256
     (directory / "tokenizer.json").unlink()
-    load_uncached = common.load_tokenizer.__wrapped__
-    assert "is not bytes, a tiktoken encoding" in refused(load_uncached, str(directory))
+    assert "is not bytes, a tiktoken encoding" in refused(common.load_tokenizer, str(directory))
 
 
 @pytest.mark.parametrize("template", ["<bos> $A", "$A <eos>", "<bos> $A <eos>", "$A"])
@@ -85,7 +86,7 @@ def save_model(directory: Path, **settings) -> dict[str, torch.Tensor]:
 def load(directory: Path) -> torch.nn.Module:
     """Load the weights of a directory as a script does."""
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(directory))
-    common.load_weights(model, common.fetch_weights(str(directory)))
+    common.load_weights(model, fetch_weights(str(directory)))
     return model
 
 
@@ -123,9 +124,7 @@ def test_a_tensor_in_two_files_is_refused(tmp_path):
 def test_quantized_weights_are_refused(tmp_path):
     save_model(tmp_path, quantization_config={"quant_method": "fp8"})
     config = SimpleNamespace(model=str(tmp_path), batching="bucketed", max_length=8)
-    assert "its quantization_config is not supported" in refused(
-        common.read_model_config, config, 257
-    )
+    assert "its quantization_config is not supported" in refused(read_config, config, 257)
 
 
 @pytest.mark.usefixtures("one_rank")
