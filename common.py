@@ -28,6 +28,7 @@ import os
 import re
 import shutil
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -44,6 +45,7 @@ import tiktoken
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import tqdm
 import transformers
 import xxhash
 from safetensors.torch import save_file
@@ -261,6 +263,9 @@ def encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
 
 READERS = {".parquet": "parquet", ".jsonl": "text", ".json": "json", ".txt": "text"}
 JSON = "a line of JSON"  # column of .jsonl files; `tokenize` parses it
+# The first progress bar, even a disabled one, creates a lock, by default with a named semaphore. If
+# the process then ends by `os._exit`, as after an error, Python 3.14 prints two lines about it.
+tqdm.tqdm.set_lock(threading.RLock())
 
 
 def standard_library_files() -> list[str]:
@@ -347,12 +352,18 @@ def tokenize_text(row: dict, tokenizer: Tokenizer) -> tuple:
 
 
 def tokenize(
-    batch: dict, columns: list, function: Callable, tokenizer: Tokenizer, dtype: np.dtype
+    batch: dict,
+    columns: list,
+    function: Callable,
+    tokenizer: Tokenizer,
+    dtype: np.dtype,
+    **arguments: Any,
 ) -> pyarrow.Table:
     """Return what the cache holds of a batch of rows, as a table, with token ids of this type.
 
     Args:
         batch: the rows as columns, name -> list of values.
+        arguments: more arguments of `function`.
     """
     documents = []
     for values in zip(*batch.values()):  # fails for text that is not UTF-8
@@ -361,7 +372,7 @@ def tokenize(
         num_bytes = 0
         try:
             row = parse_row(dict(zip(batch, values)), columns)
-            tokens, in_loss, group, num_bytes = function(row, tokenizer)
+            tokens, in_loss, group, num_bytes = function(row, tokenizer, **arguments)
         except LeftOut as reason:
             left_out = str(reason)
         documents.append(
@@ -394,12 +405,37 @@ def parse_json(text: str) -> Any:
         raise LeftOut("are broken JSON") from None
 
 
+def cache_key(
+    corpus: datasets.Dataset,
+    columns: list,
+    function: Callable,
+    tokenizer: Tokenizer,
+    arguments: Any,
+) -> str:
+    """Return a hash of all that the tokens of a corpus depend on.
+
+    NOTE: without a key of our own, datasets would hash the function. One that it cannot hash gets a
+    new key each time, so every rank and every run would tokenize again.
+    """
+    return fingerprint(
+        corpus._fingerprint,
+        CACHE_VERSION,
+        columns,
+        inspect.getsource(function),
+        arguments,
+        tokenizer.special_tokens_map,
+        tokenizer.chat_template,
+        tokenizer.backend_tokenizer.to_str(),
+    )
+
+
 def load_documents(
     config: Any,
     columns: list,
     function: Callable,
     tokenizer: Tokenizer,
     corpora: dict = CORPORA,
+    **arguments: Any,
 ) -> datasets.Dataset:
     """Tokenize --dataset with several processes, once for all runs and all --max_length.
 
@@ -410,6 +446,7 @@ def load_documents(
         columns: those to read if they are there.
         function: a module-level function as `tokenize_text`.
         corpora: name -> generator of documents, for names of --dataset that are no files.
+        arguments: more arguments of `function`, which are pickled for other processes.
     """
     corpus = open_dataset(config, corpora)
     present = [column for column in [JSON, *columns] if column in corpus.column_names]
@@ -417,17 +454,7 @@ def load_documents(
         names = " or ".join(columns[:4])
         refuse(f"--dataset {config.dataset} has no column {names}: {corpus.column_names}")
     corpus = corpus.select_columns(present)
-    # NOTE: without a key of our own, datasets would hash the function. One that it cannot hash
-    # gets a new key each time, so every rank and every run would tokenize again.
-    key = fingerprint(
-        corpus._fingerprint,
-        CACHE_VERSION,
-        columns,
-        inspect.getsource(function),
-        tokenizer.special_tokens_map,
-        tokenizer.chat_template,
-        tokenizer.backend_tokenizer.to_str(),
-    )
+    key = cache_key(corpus, columns, function, tokenizer, arguments)
     # macOS cannot tell which CPUs a process may use.
     num_cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     # The first rank of a node does the work, and the others wait and read the cache. This happens
@@ -446,6 +473,7 @@ def load_documents(
                 "function": function,
                 "tokenizer": tokenizer,
                 "dtype": np.min_scalar_type(vocabulary_size(tokenizer) - 1),  # holds all ids
+                **arguments,
             },
             new_fingerprint=key,
             num_proc=min(num_cpus, len(corpus) // 1000),
@@ -650,7 +678,8 @@ class Batches:
             begin = ends[-1] if packed else i * width
             ends.append(begin + len(tokens) - 1)
             inputs[begin : ends[-1]] = tokens[:-1]
-            labels[begin : ends[-1]] = np.where(in_loss, tokens, IGNORED)[1:]
+            # Ids may have an unsigned type, and NumPy would cast IGNORED itself to that type.
+            labels[begin : ends[-1]] = np.where(in_loss, tokens, np.int64(IGNORED))[1:]
         micro_batch = {
             "input_ids": torch.from_numpy(inputs).view(height, width),
             "labels": torch.from_numpy(labels).view(height, width),
@@ -746,6 +775,19 @@ def to_device(micro_batch: dict, device: torch.device) -> dict:
 # --- Weights in Hugging Face form -----------------------------------------------------------------
 
 
+def fetch_weights(name: str) -> str:
+    """Return the directory of --init_from: the hf/ of a run, itself, or a download from the hub."""
+    with refusing(f"--init_from {name[:200]} has no *.safetensors here, and is not on the hub"):
+        for directory in (Path(name, "hf"), Path(name)):
+            if any(directory.glob("*.safetensors")):
+                return str(directory.absolute())
+        return huggingface_hub.snapshot_download(
+            name,
+            allow_patterns=["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"],
+            ignore_patterns="consolidated*",  # Mistral's own format beside the usual one
+        )
+
+
 def load_weights(model: nn.Module, directory: str, skip: tuple = ()) -> None:
     """Fill full or sharded parameters from the safetensors files of a Hugging Face directory.
 
@@ -839,10 +881,11 @@ def read_checkpoint(checkpoint: Path, state_dict: dict) -> None:
     before = read_description(checkpoint)
     if before["checkpoint_style"] == "stateful" and "app" not in state_dict:
         state_dict = {"app": state_dict}
+    optimizer = before.get("optimizer", "an unknown optimizer")
     with refusing(
-        f"{checkpoint} of torch {before['torch']} and {before.get('optimizer')} cannot be loaded "
-        "(remove it if it is damaged; if another optimizer wrote it, use its weights alone: "
-        "--init_from, another --run_dir)"
+        f"{checkpoint} of torch {before['torch']} and {optimizer} cannot be loaded (remove it if "
+        "it is damaged; if another optimizer wrote it, use its weights alone: --init_from, another "
+        "--run_dir)"
     ):
         # For metadata that it cannot read, `dcp.load` would log 56 lines before it fails.
         dcp.FileSystemReader(checkpoint).read_metadata()

@@ -1,11 +1,9 @@
-"""Reinforcement learning with FSDP2 (GRPO): fsdp2_sft.py on answers that the model samples itself.
+"""Reinforcement learning with FSDP2 (GRPO): train on answers that the model samples itself.
 
     torchrun --standalone --nproc-per-node=2 fsdp2_grpo.py --init_from runs/fsdp2_sft
 
 When to use it: a program can tell good answers from bad ones, and a fine-tuned model already finds
-some of the good ones. Read fsdp2_sft.py before it. `diff fsdp2_sft.py fsdp2_grpo.py` shows what
-reinforcement learning changes: where the answers come from, the loss, and that a sharded model has
-to sample.
+some of the good ones.
 
 In each step the model samples a group of answers to each of some prompts, and `reward` scores them.
 The advantage of an answer is its reward minus the mean reward of its group, so there is no second
@@ -16,19 +14,23 @@ as a prompt in doubt, nor by the length of the answer (Dr. GRPO, arXiv 2503.2078
 step is the sum over all tokens divided by their number, so every token of the global batch counts
 the same (DAPO, arXiv 2503.14476).
 
-Memory per rank, with N ranks: 1/N of the parameters, gradients and AdamW moments. While a block
-trains, its unsharded parameters as well. While answers are sampled, all parameters unsharded, and
-keys and values for the prompts and answers of --sample_prompts x --answers sequences: 2 x layers x
-key-value heads x head size numbers per token. --reference_weight adds 1/N of a second model.
+FSDP2 shards the model: `fully_shard` turns each parameter into a DTensor, a tensor that is spread
+over ranks. Its `shape` is the shape of the full tensor, but each rank holds only a shard,
+`to_local()`. Each rank samples its answers with all parameters unsharded, and trains with shards.
 
-Communication volume per step, with P and G the bytes of parameters and gradients: one all-gather,
-P(N-1)/N, and nothing more while a rank samples, however long its answers are. Then the tokens of
-the answers go to all ranks. Each inner step communicates as fsdp2_pretrain.py, (2P+G)(N-1)/N.
+Memory per rank, with N ranks: 1/N of the fp32 parameters, gradients and AdamW moments, 16/N bytes
+per parameter. While a block trains, also its full parameters and gradients. While answers are
+sampled, the full parameters of the whole model, and keys and values for the prompts and answers of
+--sample_prompts x --answers sequences: 2 x layers x key-value heads x head size numbers per token.
+--reference_weight adds 1/N of the fp32 parameters of a second model.
+
+Communication volume per step, with P the bytes of the parameters in compute precision and G the
+bytes of the fp32 gradients: one all-gather of everything, P(N-1)/N, and nothing more while a rank
+samples, however long its answers are. Then the tokens of the answers go to all ranks. Training
+sends (2P + G)(N-1)/N per micro-batch: all-gathers for forward and backward, and reduce-scatters.
 """
 
 import contextlib
-import copy
-import gc
 import itertools
 import json
 import math
@@ -37,9 +39,8 @@ import os
 import re
 import signal
 import time
-import traceback
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import field
 from datetime import timedelta
 from functools import partial
 from pydoc_data.topics import topics
@@ -50,7 +51,7 @@ import jinja2
 import numpy as np
 import torch
 import torch.distributed as dist
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -60,68 +61,46 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
-from torch.nn.attention.varlen import varlen_attn
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
-from transformers import (
-    AttentionInterface,
-    AutoConfig,
-    AutoModelForCausalLM,
-    GenerationConfig,
-    PreTrainedConfig,
-)
+from torch.optim import AdamW, Optimizer
+from torch.utils.checkpoint import checkpoint
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-import chat
 import common
-from common import flag
-
-# --- Config ---------------------------------------------------------------------------------------
+import conversations
+from model import (
+    CHUNK_TOKENS,
+    PACKED_TYPES,
+    build_config,
+    build_model,
+    checkpoint_activations,
+    compile_blocks,
+    count_flops,
+    initialize,
+    modules_outside_blocks,
+    transformer_blocks,
+    weight_decay_names,
+)
+from run import (
+    Flags,
+    Run,
+    flag,
+    launch,
+    max_over_ranks,
+    parse_config,
+    refuse_non_finite,
+    set_learning_rates,
+    set_up_gpu,
+)
 
 NEXT_COMMAND = "README.md says how to train on a reward of your own"
-# The architectures that --model knows by name.
-SHAPES = {
-    "tiny": {
-        "model_type": "qwen2",
-        "hidden_size": 192,
-        "intermediate_size": 640,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        "initializer_range": 0.07,
-        "tie_word_embeddings": True,
-    },
-    "qwen2-0.5b": {
-        "model_type": "qwen2",
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        "initializer_range": 0.02,
-        "tie_word_embeddings": True,
-    },
-}
 
 
-@dataclass(config=ConfigDict(allow_inf_nan=False))
-class Config(common.Flags):
-    """The flags of this script, after those that all scripts share."""
+# The shared flags, such as learning rate and batch sizes, are in run.py.
+@dataclass
+class Config(Flags):
+    """The flags of this script, beside the shared ones."""
 
-    # model
-    model: str = flag("tiny", "tiny, qwen2-0.5b, or a directory or hub id with a config.json")
-    init_from: str | None = flag(
-        None,
-        "weights to start from: a run directory, or a Hugging Face directory or hub id. Its model "
-        "and tokenizer replace --model and --tokenizer unless you set these",
-    )
-
-    # data
     dataset: str = flag(
         "stdlib-docstrings",
         "stdlib-docstrings, a hub id, or a file, glob or URL of .parquet or .jsonl",
@@ -137,10 +116,8 @@ class Config(common.Flags):
         128, "longest answer in tokens; an answer that has not ended by then gets a reward of 0"
     )
     micro_batch_tokens: PositiveInt = flag(
-        4096, "token positions, padding included, of one forward pass on one rank"
+        4096, "token positions of one forward pass of one rank, padding included"
     )
-
-    # sampling and reward
     prompts: PositiveInt = flag(16, "prompts of one step, over all ranks")
     answers: Annotated[int, Field(ge=2)] = flag(8, "answers to each prompt (a group)")
     sample_prompts: PositiveInt = flag(
@@ -156,43 +133,27 @@ class Config(common.Flags):
     reference_weight: NonNegativeFloat = flag(
         0.0, "weight in the loss of the KL divergence from the --init_from model, kept in shards"
     )
-
-    # optimization
-    steps: Annotated[int, Field(ge=0, lt=10**8)] = flag(
-        80, "steps of the whole run, each with new answers; 0 prepares the data and ends"
+    steps: NonNegativeInt = flag(
+        80, "steps of the whole run, each with new answers; 0 prepares the data and exits"
     )
     learning_rate: PositiveFloat | None = flag(
         None,
-        "peak learning rate of AdamW; default: 5e-4 below 10 million parameters, otherwise 1e-6",
+        "peak learning rate of AdamW. The default depends on the model: 5e-4 with fewer than 10 "
+        "million parameters, otherwise 1e-6",
     )
     min_learning_rate: NonNegativeFloat | None = flag(
-        None, "learning rate at the end of the cosine decay; default: a tenth of the peak"
+        None, "learning rate at the end of the decay; default: a tenth of the peak"
     )
     warmup_steps: NonNegativeInt = flag(5, "steps of linear warm-up")
-    decay_steps: PositiveInt | None = flag(
-        None, "decay over the last N steps only (warmup-stable-decay); default: after the warm-up"
-    )
-    weight_decay: NonNegativeFloat = flag(
-        0.1, "weight decay of matrices (embeddings, norms and biases have none)"
-    )
-    grad_clip: NonNegativeFloat = flag(1.0, "clip the gradient norm to this; 0 disables clipping")
     eval_every: PositiveInt = flag(20, "steps between validations; one comes before the first step")
     eval_prompts: PositiveInt = flag(64, "held-out prompts of one validation, over all ranks")
     eval_answers: PositiveInt = flag(4, "answers to each held-out prompt")
     checkpoint_every: PositiveInt = flag(20, "steps between checkpoints; the last step saves too")
-
-    # precision, memory and speed
-    precision: Literal["auto", "fp32", "bf16"] = flag(
-        "auto", "compute precision; auto: bf16 on GPUs that have it, otherwise fp32"
-    )
-    activation_checkpointing: Annotated[str, Field(pattern=r"^(none|full|selective|0?\.\d+)$")] = (
-        flag("none", "none, full, selective, or a fraction of the blocks such as 0.5")
-    )
-    compile: bool = flag(False, "compile each transformer block")
-
-    # this strategy
+    # These are no flags here: prompts and answers set the size of a step and of a validation.
+    global_batch_tokens: int = field(default=0, init=False)
+    eval_tokens: int = field(default=0, init=False)
     reshard_after_forward: bool = flag(
-        True, "free a block's unsharded parameters after forward and all-gather them for backward"
+        True, "free a block's full parameters after forward and all-gather them for backward"
     )
     dp_replicate: PositiveInt = flag(1, "replicas of the sharded model (HSDP)")
     cpu_offload: bool = flag(False, "keep parameters, gradients and optimizer state in CPU memory")
@@ -203,71 +164,26 @@ class Config(common.Flags):
     )
 
     def __post_init__(self) -> None:
-        """Check how flags fit together. The limits of a single flag are in its type."""
         super().__post_init__()
-        if self.precision == "auto":
-            # GPUs before Ampere only emulate bf16.
-            bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
-            self.precision = "bf16" if bf16 else "fp32"
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        if self.steps and world_size % self.dp_replicate:
-            raise ValueError(
-                f"--dp_replicate {self.dp_replicate} does not divide {world_size} ranks"
-            )
-        if self.prompts % world_size:
-            raise ValueError(f"--prompts {self.prompts} is not a multiple of {world_size} ranks")
         if self.reference_weight and not self.init_from:
             raise ValueError("--reference_weight needs --init_from, which names the reference")
         if self.answer_length >= self.max_length:
             raise ValueError("--answer_length leaves no room for a prompt in --max_length")
 
 
-# --- Conversations --------------------------------------------------------------------------------
-
-# A resumed run samples the same answers, and has the same reference.
-common.PLAN += ["prompts", "answers", "answer_length", "reference_weight"]
+# --- Prompts --------------------------------------------------------------------------------------
 
 
-def chat_tokenizer(config: Config) -> common.Tokenizer:
-    """Load a tokenizer with a chat template, in which the model has learned to answer.
-
-    The attribute `turn_end` is the id that ends an answer, or None if there is no single one.
-    """
-    name = config.tokenizer
-    tokenizer = copy.deepcopy(common.load_tokenizer(name))
-    tokenizer.split_special_tokens = False  # parse the template's tokens as tokens
-    if config.chat_template == "collection":
-        tokenizer.chat_template = chat.TEMPLATE
-    if not tokenizer.chat_template:
-        common.refuse(
-            f"--tokenizer {name} has no chat template: fine-tune the model with fsdp2_sft.py first"
-        )
-    with common.refusing(f"--tokenizer {name}: its chat template fails"):
-        chat.tag_answers(tokenizer)
-        text, _ = chat.find_answers(tokenizer, chat.SAMPLE, 0)
-    # An answer ends with the first added token after its text that is not blank.
-    added = tokenizer.added_tokens_decoder
-    _, _, rest = text.rpartition("answer")
-    endings = [i for i in encode(tokenizer, rest) if i in added and str(added[i]).strip()]
-    tokenizer.turn_end = endings[0] if endings else None
-    return tokenizer
-
-
-def encode(tokenizer: common.Tokenizer, text: str) -> list[int]:
-    """Return the ids of a text, with special tokens parsed as tokens."""
-    return tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
-
-
-def read_prompt(row: dict) -> tuple[chat.Messages, str]:
+def read_prompt(row: dict) -> tuple[conversations.Messages, str]:
     """Return the messages of a row that are the prompt, and a reference answer.
 
     A last message of the assistant is the reference, unless there is a column `answer`. Without
     either, the reference is empty.
 
     Raises:
-        ValueError: why the row is left out.
+        LeftOut: why the row is left out.
     """
-    messages, _ = chat.read_conversation(row)
+    messages, _ = conversations.read_conversation(row)
     reference = ""
     if messages and messages[-1]["role"] == "assistant":
         reference = messages.pop()["content"]
@@ -275,25 +191,25 @@ def read_prompt(row: dict) -> tuple[chat.Messages, str]:
         reference = row["answer"]
     # Numbers and dates of a typed column may not be what was written: 1.10 became 1.1.
     if not isinstance(reference, str | int | list | dict):
-        raise ValueError("hold an answer that is not text")
+        raise common.LeftOut("hold an answer that is not text")
     if not isinstance(reference, str):
         reference = json.dumps(reference, ensure_ascii=False, default=str)
     if all(message["role"] == "system" for message in messages):
-        raise ValueError("hold no prompt")
+        raise common.LeftOut("hold no prompt")
     return messages, reference
 
 
 def tokenize_prompt(row: dict, tokenizer: common.Tokenizer) -> tuple:
-    """Tokenize a prompt and its reference, as `common.tokenize_text` does with a text.
+    """Tokenize a prompt and its reference; returns what `common.tokenize_text` returns.
 
-    The reference is what is in the loss. The split is that of fsdp2_sft.py: what comes before the
-    first answer decides.
+    The reference is what is in the loss. What comes before the first answer decides on which
+    side of the split a prompt is, as in fine-tuning.
 
     Raises:
-        ValueError: why the conversation is left out.
+        LeftOut: why the conversation is left out.
     """
     messages, reference = read_prompt(row)
-    chat.refuse_special_tokens(tokenizer, messages)
+    conversations.refuse_special_tokens(tokenizer, messages)
     render = partial(tokenizer.apply_chat_template, tokenize=False)
     try:
         text = render(messages, add_generation_prompt=True)
@@ -301,11 +217,12 @@ def tokenize_prompt(row: dict, tokenizer: common.Tokenizer) -> tuple:
         answered = render([*messages, {"role": "assistant", "content": "answer"}])
         follows = answered.removeprefix(text).lstrip().startswith("answer")
         if text == render(messages) and not follows:
-            raise ValueError("have a chat template that does not ask for an answer")
+            raise common.LeftOut("have a chat template that does not ask for an answer")
     except jinja2.TemplateError as problem:
-        raise ValueError(f"have no place in the chat template: {problem}") from problem
-    prompt = encode(tokenizer, text)
-    answer = encode(tokenizer, reference)
+        raise common.LeftOut(f"have no place in the chat template: {problem}") from problem
+    # Special tokens are parsed as tokens.
+    prompt = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False).ids
+    answer = tokenizer.backend_tokenizer.encode(reference, add_special_tokens=False).ids
     tokens = np.array([*prompt, *answer, tokenizer.eos_token_id], np.uint32)
     first = itertools.takewhile(lambda message: message["role"] != "assistant", messages)
     return tokens, np.arange(len(tokens)) >= len(prompt), list(first), 0
@@ -321,258 +238,7 @@ def leave_out_long(documents: common.Sequences, config: Config) -> common.Sequen
     return common.Sequences(documents.documents, documents.index[fits])
 
 
-class Answer(NamedTuple):
-    """A sampled answer. Its last token ends the turn, unless it reached --answer_length."""
-
-    prompt: np.ndarray  # int64, token ids
-    reference: np.ndarray  # int64
-    tokens: np.ndarray  # uint32
-    log_probs: np.ndarray  # float32 [tokens], from sampling
-    reward: float = 0.0
-
-
-class AnswerBatches(common.Batches):
-    """Batches of the answers of one step, with what the loss needs for each target token.
-
-    Args:
-        answers: of all ranks.
-        advantages: float32 [answers].
-    """
-
-    def __init__(
-        self, answers: list[Answer], advantages: np.ndarray, config: Config, padding_id: int
-    ):
-        self.answers = answers
-        self.advantages = advantages
-        num_targets = np.array([len(answer.tokens) for answer in answers])
-        lengths = num_targets + [len(answer.prompt) - 1 for answer in answers]
-        sequences = SimpleNamespace(lengths=lengths, num_targets=num_targets, read=self.read)
-        super().__init__(sequences, config, padding_id)
-
-    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of prompt and answer, and which of them are the answer's."""
-        answer = self.answers[index]
-        tokens = np.concatenate([answer.prompt, answer.tokens])
-        return tokens, np.arange(len(tokens)) >= len(answer.prompt)
-
-    def collate(self, indices: np.ndarray) -> dict[str, Any]:
-        """Add to `common.Batches.collate`, for the target tokens of all sequences in order:
-
-        target_positions: int64. A GPU would need a sync to find them.
-        loss_arguments: sampled_log_probs and advantages, float32, see `policy_loss`.
-        """
-        micro_batch = super().collate(indices)
-        is_target = micro_batch["labels"].flatten() != common.IGNORED
-        log_probs = np.concatenate([self.answers[i].log_probs for i in indices])
-        advantages = np.repeat(self.advantages[indices], self.sequences.num_targets[indices])
-        micro_batch["target_positions"] = is_target.nonzero().flatten()
-        micro_batch["loss_arguments"] = {
-            "sampled_log_probs": torch.from_numpy(log_probs),
-            "advantages": torch.from_numpy(advantages),
-        }
-        return micro_batch
-
-
-# --- Strategy -------------------------------------------------------------------------------------
-
-
-def init_process_group(config: Config) -> torch.device:
-    """Join the process group that torchrun set up; returns the device of this rank."""
-    timeout = timedelta(minutes=config.timeout_minutes)
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo", timeout=timeout)
-        return torch.device("cpu")
-    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if ranks > gpus:
-        advice = f'--nproc-per-node={gpus}, or CUDA_VISIBLE_DEVICES="" to train on CPUs'
-        common.refuse(f"{ranks} ranks cannot share {gpus} GPUs: use {advice}")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    if config.precision == "fp32":
-        # Use TF32 matmuls: several times faster, with 10 instead of 23 bits of mantissa.
-        torch.set_float32_matmul_precision("high")
-    # cuDNN attention builds a plan for each new shape, and while sampling each token has one.
-    torch.backends.cuda.enable_cudnn_sdp(False)
-    # gloo beside NCCL handles tensors in CPU memory: Python objects and offloaded gradients.
-    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
-    return device
-
-
-def dp_rank_and_size(config: Config) -> tuple:
-    """Return this rank's index among the data-parallel ranks, and how many there are.
-
-    Here every rank trains on its own micro-batches of the global batch.
-    """
-    return dist.get_rank(), dist.get_world_size()
-
-
-def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """Shard a model that is on the meta device, and give the shards memory and initial weights.
-
-    `fully_shard` turns the parameters of a module into DTensors and adds hooks to the module. An
-    all-gather before forward makes the parameters full, and they are freed after it. Another
-    all-gather comes before backward. After backward a reduce-scatter leaves each rank the averaged
-    gradient of its shard.
-
-    The order matters: activation checkpointing, then compile (the other way round, the compiled
-    block would be recomputed twice), then FSDP, whose hooks the compiler should not see.
-    """
-    blocks = transformer_blocks(model)
-    checkpoint_activations(blocks, config.activation_checkpointing)
-    if config.compile:
-        compile_blocks(blocks, config)
-
-    # HSDP: shard within a row of the mesh, replicate across rows (one row by default).
-    shards = dist.get_world_size() // config.dp_replicate
-    if config.dp_replicate == 1:
-        mesh = init_device_mesh(device.type, (shards,))
-    else:
-        mesh = init_device_mesh(
-            device.type, (config.dp_replicate, shards), mesh_dim_names=("replicate", "shard")
-        )
-    options = {"mesh": mesh}
-    if config.precision != "fp32":
-        # Parameters are cast to bf16 as they are all-gathered, so blocks compute in bf16. The
-        # shards and the optimizer state stay fp32. Reduce gradients in fp32 too. The default is
-        # bf16 in torch 2.13, and the type of the shards from 2.15 on. Do not cast a block's inputs
-        # either: what the model computes in fp32 (rotary embeddings in some types) stays fp32.
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
-        )
-    if config.cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-
-    initialize(model, modules_outside_blocks(model), config.seed, device)
-    model.tie_weights()  # `initialize` gave each module memory of its own, which untied them
-    # `fully_shard` claims only parameters that no submodule has claimed yet, so apply it bottom-up:
-    # blocks first, then the root. With the root alone, all parameters would be gathered at once.
-    for block in blocks:
-        # Initialize one block at a time, so that no rank ever holds more than one full block.
-        initialize(model, block.modules(), config.seed, device)
-        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
-    if not model.config.tie_word_embeddings:
-        # A tied embedding has to be in the same group as the head. An untied one can be freed
-        # during the step. Backward needs no embeddings, so do not all-gather them for it.
-        fully_shard(
-            model.get_input_embeddings(),
-            reshard_after_forward=config.reshard_after_forward,
-            **options,
-        ).set_unshard_in_backward(False)
-    # The root claims the rest. Do not reshard it after forward, because backward starts with it.
-    fully_shard(model, reshard_after_forward=False, **options)
-    return model
-
-
-@contextlib.contextmanager
-def unsharded_parameters(model: nn.Module, config: Config) -> Iterator[None]:
-    """Sample in here: every rank holds all parameters, and a forward communicates nothing.
-
-    NOTE: with shards, each token would all-gather each block. And a rank whose answers have all
-    ended would leave the others waiting for its shards.
-    """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for unit in units:
-        unit.unshard()  # an all-gather
-    model.set_reshard_after_forward(False)  # otherwise the first forward would free the blocks
-    attention = model.config._attn_implementation
-    if config.batching == "packed":
-        model.set_attn_implementation("sdpa")  # the prompts' padding needs a mask
-    # Sequences grow with every token, but compiled blocks need few lengths.
-    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-        yield
-    model.set_attn_implementation(attention)
-    for unit in units:
-        unit.reshard()
-    model.set_reshard_after_forward(config.reshard_after_forward)  # as in `parallelize`
-    model.set_reshard_after_forward(False, recurse=False)
-
-
-def optimizer_parameters(model: nn.Module) -> list:
-    """Return the parameters that this rank's optimizer updates, with their names.
-
-    NOTE: call it after `parallelize`. An optimizer that was built before would hold the unsharded
-    parameters, which the model no longer uses.
-    """
-    return list(model.named_parameters())
-
-
-@torch.no_grad()
-def add_reference(
-    reference: nn.Module | None, batch: common.GlobalBatch, device: torch.device
-) -> None:
-    """Give each micro-batch the log-probabilities that the model of --init_from computes."""
-    if reference is None:
-        return
-    for micro_batch in batch.micro_batches:
-        inputs = common.to_device(micro_batch, device)
-        loss_arguments = inputs.pop("loss_arguments")
-        loss_arguments["reference_log_probs"] = reference(**inputs).cpu()  # all-gathers
-    # FSDP would reshard the root in backward, which never comes.
-    reference.reset_iter_state()
-
-
-def forward_backward(
-    model: nn.Module,
-    batch: common.GlobalBatch,
-    old_log_probs: list[torch.Tensor],
-    config: Config,
-    device: torch.device,
-) -> torch.Tensor:
-    """Run forward and backward on all micro-batches; returns sums over all ranks, [MEASURED].
-
-    FSDP reduce-scatters the gradients of every micro-batch, overlapped with its backward, so a rank
-    accumulates only its shard. With `--reduce_every_micro_batch false` it accumulates unsharded
-    gradients and reduce-scatters them once, on the last micro-batch. That saves communication but
-    needs memory for a full set of gradients.
-
-    Args:
-        old_log_probs: of each micro-batch, at the start of the step. The first inner step fills
-            the list.
-    """
-    # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
-    # FSDP averages gradients over the ranks, so multiply by their number to get a sum.
-    scale = dist.get_world_size() / batch.num_targets
-    total = torch.zeros(len(MEASURED), device=device)
-    for i, micro_batch in enumerate(batch.micro_batches):
-        last = i == len(batch.micro_batches) - 1
-        # NOTE: off by one here, and ranks train on their local gradients without an error.
-        model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
-        # HSDP only: accumulate shards of gradients, and all-reduce them over the replicas once.
-        model.set_requires_all_reduce(last)
-        # Without resharding after backward, the next micro-batch needs no all-gather.
-        model.set_reshard_after_backward(last or config.reshard_after_forward)
-        inputs = common.to_device(micro_batch, device)
-        loss_arguments = common.to_device(inputs.pop("loss_arguments"), device)
-        log_probs = model(**inputs)  # all-gathers
-        if i == len(old_log_probs):
-            # NOTE: not those from sampling, which rounds differently. So the ratio is exactly 1.
-            old_log_probs.append(log_probs.detach())
-        measured = policy_loss(log_probs, old_log_probs[i], **loss_arguments, config=config)
-        (measured[0] * scale).backward()  # all-gathers, and reduce-scatters if gradients sync
-        total += measured.detach()
-    dist.all_reduce(total)
-    return total
-
-
-def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Clip the gradient norm to `max_norm`; returns the norm before clipping."""
-    norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    # NOTE: the norm is a DTensor, and its local value may cover only this rank's shards.
-    return norm.full_tensor()  # a collective, so call it on every rank
-
-
-def optimizer_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Update the shards of this rank, and free their gradients.
-
-    NOTE: model.zero_grad() would miss some. While a module is unsharded, as the root is after a
-    validation, model.parameters() are not the sharded ones that have the gradients.
-    """
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-# --- Reward and loss ------------------------------------------------------------------------------
+# --- Reward ---------------------------------------------------------------------------------------
 
 # The format of answers in the embedded conversations: a thought, then the docstring.
 ANSWER = re.compile(
@@ -615,17 +281,271 @@ def reward(prompt: str, answer: str, reference: str) -> float:
 
 
 def checked_reward(prompt: str, answer: str, reference: str) -> float:
-    """Return what `reward` returns, or end the run in one line if it is not a number, 0 or more."""
+    """Return what `reward` returns, or end the run if that is not a number, 0 or more."""
     try:
         value = reward(prompt, answer, reference)
-    except (Exception, SystemExit) as error:  # code that a model wrote may call exit()
-        place = traceback.extract_tb(error.__traceback__)[:2][-1]  # the line of `reward`
-        reason = f"{type(error).__name__}: {error}"[:400]
-        common.refuse(f"reward() fails in {place.name}, line {place.lineno}: {reason}")
+    except SystemExit as error:  # code that a model wrote may call exit()
+        raise RuntimeError("reward() calls exit()").with_traceback(error.__traceback__) from None
     # Advantages are fp32.
     if not isinstance(value, numbers.Real | np.bool_) or not 0 <= value < 1e30:
         common.refuse(f"reward() has to return a number, 0 or more, not {value!r:.80}")
     return float(value)
+
+
+# --- Strategy -------------------------------------------------------------------------------------
+
+
+def init_process_group(config: Config) -> torch.device:
+    """Join the process group that torchrun set up; returns the device of this rank."""
+    timeout = timedelta(minutes=config.timeout_minutes)
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo", timeout=timeout)
+        return torch.device("cpu")
+    device = set_up_gpu(config)
+    # cuDNN attention builds a plan for each new shape, and while sampling each token has one.
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # gloo beside NCCL handles tensors in CPU memory: Python objects and offloaded gradients.
+    dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+    return device
+
+
+def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    """Shard a model that is on the meta device, and give the shards memory and initial weights.
+
+    `fully_shard(module)` makes one unit of the module's parameters that no earlier call on a
+    submodule has claimed. It turns them into DTensors, adds the methods of `FSDPModule` to the
+    module's class, and adds these hooks:
+
+    - Before forward, one all-gather makes the unit's parameters full. After forward they are freed.
+    - Before backward, another all-gather makes them full again. After backward, one reduce-scatter
+      leaves each rank the averaged gradient of its shard, and the full tensors are freed.
+
+    On GPUs this communication runs on streams of its own and overlaps with compute. In forward, the
+    CPU runs ahead and starts the next block's all-gather while the GPU still computes this block.
+    In backward, the hook of a block starts the all-gather of the block before it.
+    """
+    blocks = transformer_blocks(model)
+    # Both change what a block computes in its forward, and FSDP adds its hooks around that.
+    checkpoint_activations(blocks, config.activation_checkpointing)
+    if config.compile:
+        compile_blocks(blocks, config)
+
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(device.type, (ranks,))
+    if config.dp_replicate > 1:
+        # HSDP: shard over the ranks of a row of the mesh, such as a machine, and replicate across
+        # rows. Then all-gathers stay in a row. After a row's reduce-scatter, an all-reduce across
+        # rows averages the shards of the gradients.
+        mesh = init_device_mesh(
+            device.type,
+            (config.dp_replicate, ranks // config.dp_replicate),
+            mesh_dim_names=("replicate", "shard"),
+        )
+    options = {"mesh": mesh}
+    if config.precision != "fp32":
+        # Shards and optimizer state stay fp32. Parameters are cast to bf16 before they are
+        # gathered, so blocks compute in bf16 and their full gradients are bf16. These are cast to
+        # fp32 before they are reduced. What the model itself computes in fp32, such as some rotary
+        # embeddings, stays fp32, because a block's inputs are not cast.
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    if config.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+
+    # On the meta device the model has shapes but no memory. Each rank draws the same full weights,
+    # because a module is seeded by its name, and keeps its shards: nothing is broadcast.
+    initialize(model, modules_outside_blocks(model), config.seed, device)
+    model.tie_weights()  # `initialize` gave each module memory of its own, which untied them
+    # From the inside out: blocks first, then the root, which gets the rest. With the root alone,
+    # one all-gather would bring all parameters at once, and overlap with nothing.
+    for block in blocks:
+        # One block at a time, so that a rank never holds more than one full block.
+        initialize(model, block.modules(), config.seed, device)
+        fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
+    if not model.config.tie_word_embeddings:
+        # A tied embedding has to be in the head's unit. An untied one can be a unit of its own,
+        # which is freed after its forward. Its backward needs no weights, so do not gather them.
+        fully_shard(
+            model.get_input_embeddings(),
+            reshard_after_forward=config.reshard_after_forward,
+            **options,
+        ).set_unshard_in_backward(False)
+    # Do not free the root's parameters after forward, because backward begins with the head.
+    fully_shard(model, reshard_after_forward=False, **options)
+    return model
+
+
+@contextlib.contextmanager
+def unsharded_parameters(model: nn.Module, config: Config) -> Iterator[None]:
+    """Sample in here: every rank holds all parameters, and a forward communicates nothing.
+
+    NOTE: with shards, each token would all-gather each block. And a rank whose answers have all
+    ended would leave the others waiting for its shards.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.unshard()  # an all-gather
+    model.set_reshard_after_forward(False)  # otherwise the first forward would free the blocks
+    attention = model.config._attn_implementation
+    if config.batching == "packed":
+        model.set_attn_implementation("sdpa")  # the prompts' padding needs a mask
+    # Sequences grow with every token, but compiled blocks need few lengths.
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        yield
+    model.set_attn_implementation(attention)
+    for unit in units:
+        unit.reshard()
+    model.set_reshard_after_forward(config.reshard_after_forward)  # as in `parallelize`
+    model.set_reshard_after_forward(False, recurse=False)
+
+
+@torch.no_grad()
+def add_reference(reference: nn.Module, batch: common.GlobalBatch, device: torch.device) -> None:
+    """Give each micro-batch the log-probabilities that the model of --init_from computes."""
+    for micro_batch in batch.micro_batches:
+        inputs = common.to_device(micro_batch, device)
+        loss_arguments = inputs.pop("loss_arguments")
+        loss_arguments["reference_log_probs"] = reference(**inputs).cpu()  # all-gathers
+    # FSDP would reshard the root in backward, which never comes.
+    reference.reset_iter_state()
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: common.GlobalBatch,
+    step: int,
+    config: Config,
+    device: torch.device,
+) -> dict[str, float]:
+    """Run --inner_steps optimizer steps on a step's answers; returns what the last one measured.
+
+    `model(**micro_batch)` returns the log-probabilities of the micro-batch's target tokens
+    (`forward_with_log_probs`). It uses weights inside the root's forward only. Elsewhere they may
+    be sharded. `policy_loss` makes a summed loss of them.
+
+    FSDP reduce-scatters the gradients of every micro-batch, overlapped with its backward, so a rank
+    accumulates only its shards. With `--reduce_every_micro_batch false` it accumulates full
+    gradients, in fp32, and reduce-scatters them once, on the last micro-batch. That saves
+    communication but needs memory for a full set of gradients.
+    """
+    old_log_probs = []  # of each micro-batch, from the model at the start of the step
+    # The loss of a step is the sum over all target tokens, divided by their number in the global
+    # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
+    # FSDP averages gradients over the ranks, so multiply by their number to get a sum.
+    scale = dist.get_world_size() / batch.num_targets
+    for inner_step in range(config.inner_steps):
+        total = torch.zeros(len(MEASURED), device=device)
+        for i, micro_batch in enumerate(batch.micro_batches):
+            last = i == len(batch.micro_batches) - 1
+            # The setters reach all units in the model.
+            # NOTE: off by one here, and ranks train on their local gradients without an error.
+            model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
+            # HSDP only: accumulate shards of gradients, and all-reduce them across rows once.
+            model.set_requires_all_reduce(last)
+            # With --reshard_after_forward false, parameters stay full from the first micro-batch's
+            # forward to the last one's backward, so only the first forward gathers them.
+            model.set_reshard_after_backward(last or config.reshard_after_forward)
+            inputs = common.to_device(micro_batch, device)
+            loss_arguments = common.to_device(inputs.pop("loss_arguments"), device)
+            log_probs = model(**inputs)  # all-gathers
+            if inner_step == 0:
+                # NOTE: not those from sampling, which rounds differently. The ratio has to be 1.
+                old_log_probs.append(log_probs.detach())
+            sums = policy_loss(log_probs, old_log_probs[i], **loss_arguments, config=config)
+            (sums[0] * scale).backward()  # all-gathers, and reduce-scatters if gradients sync
+            total += sums.detach()
+        dist.all_reduce(total)
+
+        # The norm over the shards of all ranks: one all-reduce, so call it on every rank.
+        norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
+        norm = norm.full_tensor()  # a plain tensor; it is on all ranks already
+
+        # `.item()` waits for the GPU. Wait here and not after the update, because values that are
+        # not finite must not reach the weights.
+        measured = dict(zip(MEASURED, (total / batch.num_targets).tolist()))
+        measured["grad_norm"] = norm.item()
+        refuse_non_finite(step, measured["loss"], measured["grad_norm"])
+        measured["learning_rate"] = learning_rate_at(step, config)
+        for group in optimizer.param_groups:
+            group["lr"] = measured["learning_rate"]
+        optimizer.step()  # of this rank's shards, without communication
+        optimizer.zero_grad()
+    return measured
+
+
+def evaluate(model: nn.Module, documents: common.Sequences, step: int, run: Run) -> None:
+    """Log the mean reward on held-out prompts, always with the same random numbers."""
+    # The file may be sorted by difficulty, so choose at random.
+    shuffled = np.random.default_rng(0).permutation(len(documents.lengths))
+    chosen = shuffled[: run.config.eval_prompts].tolist()
+    groups = answer_prompts(model, documents, chosen, run.config.eval_answers, 0, run)
+    mean = np.mean([answer.reward for group in groups for answer in group])
+    run.log({"step": step, "validation_reward": mean})
+    common.say(f"step {step}: validation reward {mean:.4f}")
+
+
+# --- Model and loss -------------------------------------------------------------------------------
+
+
+def build_policy(
+    model_config: PreTrainedConfig, config: Config, generation: GenerationConfig
+) -> nn.Module:
+    """Build the model on the meta device, with a forward that returns log-probabilities."""
+    model = build_model(model_config, config)
+    log_probs = torch.compile(chunk_log_probs) if config.compile else chunk_log_probs
+    model.forward = partial(forward_with_log_probs, model, log_probs)
+    model.generation_config = generation
+    return model.eval()  # no dropout: train the policy that sampled
+
+
+def forward_with_log_probs(
+    self: nn.Module,
+    log_probs: Callable,
+    input_ids: torch.Tensor,
+    labels: torch.Tensor | None = None,
+    target_positions: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Replace the model's forward; returns log-probabilities of the target tokens, [targets].
+
+    The logits of a whole micro-batch, [tokens, vocabulary], would be its largest tensor by far.
+    Computing them chunk by chunk, and again in backward, never holds more than one chunk.
+
+    Without labels, it returns the logits of the next token, float32 [sequences, vocabulary].
+
+    NOTE: the head is inside the model's forward, because a sharded model has its full weights only
+    there.
+
+    Args:
+        log_probs: `chunk_log_probs`, or the same compiled.
+        input_ids, labels: int64 [sequences, length]. Labels are already shifted.
+        target_positions: int64 [targets], the flattened positions that go through the head.
+        kwargs: the other keys of a micro-batch, see `common.Batches.collate`.
+    """
+    head = self.get_output_embeddings()
+    output = self.get_decoder()(input_ids=input_ids, use_cache=labels is None, **kwargs)
+    if labels is None:
+        return head(output.last_hidden_state[:, -1]).float()
+    hidden = output.last_hidden_state.flatten(0, 1)[target_positions]  # [targets, hidden size]
+    labels = labels.flatten()[target_positions]  # [targets]
+    if len(labels) <= CHUNK_TOKENS:
+        return log_probs(hidden, head.weight, head.bias, labels)
+    return torch.cat(
+        [
+            checkpoint(log_probs, chunk, head.weight, head.bias, targets, use_reentrant=False)
+            for chunk, targets in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
+        ]
+    )
+
+
+def chunk_log_probs(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+) -> torch.Tensor:
+    """Return the log-probabilities of the labels, computed in fp32."""
+    logits = nn.functional.linear(hidden, weight, bias)  # [chunk, vocabulary]
+    return -nn.functional.cross_entropy(logits.float(), labels, reduction="none")
 
 
 # What is measured for each sampled token. Its mean over the global batch is logged.
@@ -690,6 +610,55 @@ def divergence(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch.
 
 
 # --- Sampling -------------------------------------------------------------------------------------
+
+
+class Answer(NamedTuple):
+    """A sampled answer. Its last token ends the turn, unless it reached --answer_length."""
+
+    prompt: np.ndarray  # int64, token ids
+    reference: np.ndarray  # int64
+    tokens: np.ndarray  # uint32
+    log_probs: np.ndarray  # float32 [tokens], from sampling
+    reward: float = 0.0
+
+
+class AnswerBatches(conversations.ConversationBatches):
+    """Batches of the answers of one step, with what the loss needs for each target token.
+
+    Args:
+        answers: of all ranks.
+        advantages: float32 [answers].
+    """
+
+    def __init__(
+        self, answers: list[Answer], advantages: np.ndarray, config: Config, padding_id: int
+    ):
+        self.answers = answers
+        self.advantages = advantages
+        num_targets = np.array([len(answer.tokens) for answer in answers])
+        lengths = num_targets + [len(answer.prompt) - 1 for answer in answers]
+        sequences = SimpleNamespace(lengths=lengths, num_targets=num_targets, read=self.read)
+        super().__init__(sequences, config, padding_id)
+
+    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the tokens of prompt and answer, and which of them are the answer's."""
+        answer = self.answers[index]
+        tokens = np.concatenate([answer.prompt, answer.tokens])
+        return tokens, np.arange(len(tokens)) >= len(answer.prompt)
+
+    def collate(self, indices: np.ndarray) -> dict[str, Any]:
+        """Add what the loss needs of all target tokens in order: `loss_arguments`.
+
+        These are sampled_log_probs and advantages, float32, see `policy_loss`.
+        """
+        micro_batch = super().collate(indices)
+        log_probs = np.concatenate([self.answers[i].log_probs for i in indices])
+        advantages = np.repeat(self.advantages[indices], self.sequences.num_targets[indices])
+        micro_batch["loss_arguments"] = {
+            "sampled_log_probs": torch.from_numpy(log_probs),
+            "advantages": torch.from_numpy(advantages),
+        }
+        return micro_batch
 
 
 class AnswerLayer(DynamicLayer):
@@ -796,7 +765,7 @@ def sample_groups(
     chosen: list[int],
     num_answers: int,
     step: int,
-    run: common.Run,
+    run: Run,
 ) -> list[list[Answer]]:
     """Sample a group of answers to the prompt of each chosen document.
 
@@ -820,7 +789,7 @@ def sample_groups(
     ]
 
 
-def judge(run: common.Run, answer: Answer) -> Answer:
+def judge(run: Run, answer: Answer) -> Answer:
     """Return an answer with its reward, 0 if it has not ended."""
     if answer.tokens[-1] not in run.model_config.eos_token_id:
         return answer
@@ -835,14 +804,14 @@ def answer_prompts(
     chosen: list[int],
     num_answers: int,
     step: int,
-    run: common.Run,
+    run: Run,
 ) -> list[list[Answer]]:
     """Return a group of answers, with rewards, to the prompt of each chosen document.
 
     Each rank samples and judges its share of them at its own pace. Then all ranks get all.
     """
     config = run.config
-    rank, size = dp_rank_and_size(config)
+    rank, size = dist.get_rank(), dist.get_world_size()
     own = chosen[rank::size]
     groups = []
     with unsharded_parameters(model, config):
@@ -850,13 +819,13 @@ def answer_prompts(
             some = own[first : first + config.sample_prompts]
             groups += sample_groups(model, documents, some, num_answers, step, run)
     while True:
-        signals = run.stop_requested
+        signals = run.stop_signals
         with torch.no_grad():  # it also restores this setting if `reward` changes it
             judged = [[judge(run, answer) for answer in group] for group in groups]
         torch.set_default_dtype(torch.float32)  # and this one
-        # NOTE: a signal that stops the run also kills programs that `reward` has started, because
-        # torchrun, Slurm and Kubernetes send it to all processes of a rank. So judge again.
-        if run.stop_requested == signals:
+        # NOTE: torchrun sends a signal that stops the run to the process group of each rank. So it
+        # also kills programs that `reward` has started. Judge again.
+        if run.stop_signals == signals:
             break
     # Ranks that are late (with a slow reward) are named by the error of this barrier.
     dist.group.WORLD.monitored_barrier(timedelta(minutes=config.timeout_minutes))
@@ -866,7 +835,7 @@ def answer_prompts(
 
 
 def roll_out(
-    model: nn.Module, documents: common.Sequences, step: int, run: common.Run
+    model: nn.Module, documents: common.Sequences, step: int, run: Run
 ) -> tuple[common.GlobalBatch, dict[str, float]]:
     """Return the answers that a step trains on, to prompts chosen at random, and measurements."""
     started = time.perf_counter()
@@ -878,7 +847,7 @@ def roll_out(
     advantages = (rewards - rewards.mean(1, keepdims=True)).flatten().astype(np.float32)
     answers = sum(groups, [])
 
-    rank, size = dp_rank_and_size(config)
+    rank, size = dist.get_rank(), dist.get_world_size()
     end_ids = run.model_config.eos_token_id
     batches = AnswerBatches(answers, advantages, config, run.tokenizer.eos_token_id)
     micro_batches = batches.plan(0)
@@ -889,7 +858,6 @@ def roll_out(
         largest = micro_batches.pop()
         micro_batches += np.array_split(largest, 2)
     batch = batches.global_batch(micro_batches, rank, size)
-    batch.step, batch.started = step, started
     return batch, {
         "reward": rewards.mean(),
         # The fraction of prompts whose answers differ in reward. Only these have a gradient.
@@ -900,286 +868,25 @@ def roll_out(
     }
 
 
-# --- Model ----------------------------------------------------------------------------------------
-# An ordinary transformers model that returns log-probabilities. It knows nothing of ranks.
-
-# The loss computes the logits of this many tokens at a time: 1.2 GB in fp32 for 150,000 ids.
-CHUNK_TOKENS = 2048
-
-
-def build_model_config(config: Config, tokenizer: common.Tokenizer) -> PreTrainedConfig:
-    """Build the architecture of a named shape, or read the config.json that --model points to."""
-    vocabulary_size = 1 + max(tokenizer.get_vocab().values())  # some tokenizers skip ids
-    if config.model in SHAPES:
-        padded_size = math.ceil(vocabulary_size / 64) * 64  # keeps the head's matmul fast
-        model_config = AutoConfig.for_model(vocab_size=padded_size, **SHAPES[config.model])
-    else:
-        model_config = common.read_model_config(config, vocabulary_size)
-    model_config.eos_token_id = end_tokens(config, tokenizer)  # where generation stops
-    # transformers would keep the embedding of a pad token at zero. Padding is masked by position.
-    model_config.pad_token_id = None
-    model_config.bos_token_id = None
-    return model_config
-
-
-def end_tokens(config: Config, tokenizer: common.Tokenizer) -> list[int]:
-    """Return the ids that end an answer: the end of a turn, and those of the base model."""
-    listed = base_generation(config).eos_token_id
-    ends = set(listed if isinstance(listed, list) else [listed])
-    return sorted((ends | {tokenizer.turn_end, tokenizer.eos_token_id}) - {None})
-
-
-def base_generation(config: Config) -> GenerationConfig:
-    """Return the base model's settings of `generate`, such as its temperature, for hf/."""
-    if config.model == config.tokenizer:  # so that the ids mean the same
-        with contextlib.suppress(OSError):  # not every model has this file
-            return GenerationConfig.from_pretrained(config.model)
-    return GenerationConfig()
-
-
-def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
-    """Build the model on the meta device: it has shapes, but no memory and no weights yet."""
-    AttentionInterface.register("documents", document_attention)
-    # For bucketed batches, transformers picks SDPA, or eager attention where a type lacks it.
-    attention = "documents" if config.batching == "packed" else None
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            model_config, dtype=torch.float32, attn_implementation=attention
-        )
-    log_probs = torch.compile(chunk_log_probs) if config.compile else chunk_log_probs
-    model.generation_config = base_generation(config)
-    model.generation_config.eos_token_id = model_config.eos_token_id
-    model.forward = partial(forward_with_log_probs, model, log_probs)
-    return model.eval()  # no dropout: train the policy that sampled
-
-
-def forward_with_log_probs(
-    self: nn.Module,
-    log_probs: Callable,
-    input_ids: torch.Tensor,
-    labels: torch.Tensor | None = None,
-    target_positions: torch.Tensor | None = None,
-    **kwargs: Any,
-) -> torch.Tensor:
-    """Replace the model's forward; returns log-probabilities of the target tokens, [targets].
-
-    The logits of a whole micro-batch, [tokens, vocabulary], would be its largest tensor by far.
-    Computing them chunk by chunk, and again in backward, never holds more than one chunk.
-
-    Without labels, it returns the logits of the next token, float32 [sequences, vocabulary].
-
-    NOTE: the head has to be inside the root's forward. FSDP all-gathers the parameters of a module
-    for its forward only, and the head belongs to the root.
-
-    Args:
-        log_probs: `chunk_log_probs`, or the same compiled.
-        input_ids, labels: int64 [sequences, length]. Labels are already shifted.
-        target_positions: int64 [targets], which of the flattened positions go through the head.
-        kwargs: the other keys of a micro-batch, see `common.Batches.collate`.
-    """
-    head = self.get_output_embeddings()
-    output = self.get_decoder()(input_ids=input_ids, use_cache=labels is None, **kwargs)
-    if labels is None:
-        return head(output.last_hidden_state[:, -1]).float()
-    hidden = output.last_hidden_state.flatten(0, 1)[target_positions]  # [targets, hidden size]
-    labels = labels.flatten()[target_positions]  # [targets]
-    if len(labels) <= CHUNK_TOKENS:
-        return log_probs(hidden, head.weight, head.bias, labels)
-    return torch.cat(
-        [
-            checkpoint(log_probs, chunk, head.weight, head.bias, targets, use_reentrant=False)
-            for chunk, targets in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
-        ]
-    )
-
-
-def chunk_log_probs(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
-) -> torch.Tensor:
-    """Return the log-probabilities of the labels, computed in fp32."""
-    logits = nn.functional.linear(hidden, weight, bias)  # [chunk, vocabulary]
-    return -nn.functional.cross_entropy(logits.float(), labels, reduction="none")
-
-
-def document_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    cu_seq_lens_q: torch.Tensor,
-    max_length_q: int,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple:
-    """Causal attention within each document of a packed sequence, for `AttentionInterface`.
-
-    SDPA would need a [length, length] mask, and would compute what the mask hides.
-
-    Args:
-        query: [1, heads, length, head size]; key and value may have fewer heads.
-        cu_seq_lens_q: int32 [documents + 1], cumulative sequence lengths.
-        max_length_q: the longest a document can be.
-        scaling: factor of the scores; None for 1 / sqrt(head size).
-
-    Raises:
-        ValueError: the model asks for something that this attention does not apply.
-    """
-    window = kwargs.get("sliding_window") or max_length_q
-    if attention_mask is not None or kwargs.get("s_aux") is not None or window < max_length_q:
-        raise ValueError("packed attention has no mask, no sinks and no sliding window")
-    # Under autocast (DDP in bf16), rotary embeddings return fp32 queries and keys.
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    if not query.is_cuda or query.dtype == torch.float32:
-        return attend_one_by_one(query, key, value, cu_seq_lens_q, scaling), None
-    output = varlen_attn(
-        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),  # [length, heads, size]
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
-        scale=scaling,
-        window_size=(-1, 0),  # all tokens before, none after
-        enable_gqa=True,
-    )
-    return output[None], None  # [1, length, heads, head size]
-
-
-@torch.compiler.disable  # document lengths differ in every micro-batch
-def attend_one_by_one(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    boundaries: torch.Tensor,
-    scaling: float | None,
-) -> torch.Tensor:
-    """Compute the same without the variable-length kernel, which needs CUDA and half precision."""
-    lengths = [length for length in boundaries.diff().tolist() if length]
-    outputs = [
-        nn.functional.scaled_dot_product_attention(
-            *document, is_causal=True, scale=scaling, enable_gqa=True
-        )
-        for document in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
-    ]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()  # [1, length, heads, size]
-
-
-def transformer_blocks(model: nn.Module) -> nn.ModuleList:
-    """Return the list of transformer blocks: the first list of modules in the decoder."""
-    return next(m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList))
-
-
-def modules_outside_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the embedding, the last norm, the head, and the modules that contain them."""
-    inside = set(transformer_blocks(model).modules())
-    return [module for module in model.modules() if module not in inside]
-
-
-def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
-    """Recompute the activations of blocks in backward, so that they need not be kept.
-
-    `full` keeps only a block's input, `selective` also the results that `keep_expensive` chooses. A
-    fraction applies `full` to that part of the blocks.
-    """
-    if mode == "none":
-        return
-    options = {"use_reentrant": False}
-    fraction = 1.0
-    if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
-    elif mode != "full":
-        fraction = float(mode)
-
-    def recompute(forward: Callable) -> Callable:
-        # NOTE: not functools.partial, of which torch.compile would ignore the `context_fn`.
-        return lambda *args, **kwargs: checkpoint(forward, *args, **options, **kwargs)
-
-    for i, block in enumerate(blocks):
-        # Spread the blocks over the depth: 0.5 takes every second one, 0.25 every fourth.
-        if int((i + 1) * fraction) > int(i * fraction):
-            block.forward = recompute(block.forward)
-
-
-def keep_expensive(_, operator: Any, *args, **kwargs) -> CheckpointPolicy:
-    """Keep the results of matmuls, attention and collectives, and recompute the cheap rest."""
-    expensive = ["mm.", "attention", "attn", "c10d"]  # in names such as aten.addmm.default
-    if any(part in str(operator) for part in expensive):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def compile_blocks(blocks: Iterable[nn.Module], config: Config) -> None:
-    """Compile each block on its own: blocks are alike, so they share the compiled graphs."""
-    # With few lengths, compile a graph for each, for training and for validation. Otherwise let the
-    # compiler find one graph for all lengths.
-    few_lengths = config.pad_to_multiple_of > 1 or config.batching == "packed"
-    # After so many graphs, blocks would run in eager mode. The second limit counts all of them.
-    torch._dynamo.config.recompile_limit = 10_000
-    torch._dynamo.config.accumulated_recompile_limit = 10_000
-    for block in blocks:
-        block.compile(dynamic=False if few_lengths else None)
-
-
-@torch.no_grad()
-def initialize(
-    model: nn.Module, modules: Iterable[nn.Module], seed: int, device: torch.device
-) -> None:
-    """Give modules of `model` that are on the meta device memory and initial weights.
-
-    The weights depend only on the seed and the module's name, so every strategy and every world
-    size starts from the same model.
-    """
-    names = {module: name for name, module in model.named_modules()}
-    for module in reversed(list(modules)):  # children first
-        module.to_empty(device=device, recurse=False)
-        for parameter in module.parameters(recurse=False):
-            parameter.fill_(math.nan)  # a weight that nothing initializes fails in the first step
-        torch.manual_seed(zlib.crc32(f"{seed} {names[module]}".encode()))
-        # NOTE: this also rebuilds the rotary frequencies. They are a buffer that no checkpoint
-        # holds, and `to_empty` leaves garbage in it.
-        model._init_weights(module)
-
-
 # --- Optimizer and schedule -----------------------------------------------------------------------
 
 
-def weight_decay_names(model: nn.Module) -> set[str]:
-    """Return the names of parameters with weight decay: matrices except embeddings.
+def build_optimizer(model: nn.Module, config: Config) -> AdamW:
+    """Build AdamW over this rank's shards; matrices decay, embeddings, norms and biases do not.
 
-    NOTE: call it before `parallelize`, because FSDP1 flattens parameters to one dimension.
+    NOTE: call it after `parallelize`, which replaces all parameters. An optimizer that was built
+    before would update tensors that the model no longer uses, and the loss would not fall.
     """
-    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    return {
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.ndim > 1
-        and parameter not in embeddings
-        and not name.endswith(("bias", "A_log"))  # A_log: decay rates of state-space models
-    }
-
-
-def build_optimizer(model: nn.Module, decayed: set[str], config: Config) -> torch.optim.AdamW:
-    """Build AdamW over this rank's parameters; `decayed` are the names with weight decay."""
-    trained = [(name, p) for name, p in optimizer_parameters(model) if p.requires_grad]
+    decayed = weight_decay_names(model)
     with_decay, without_decay = [], []
-    for name, parameter in trained:
-        (with_decay if name in decayed else without_decay).append(parameter)
-    assert len({*with_decay, *without_decay}) == len(trained), "each parameter is in one group"
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (with_decay if name in decayed else without_decay).append(parameter)
     groups = [
         {"params": with_decay, "weight_decay": config.weight_decay},
         {"params": without_decay, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
-
-
-def set_learning_rates(config: Config, num_parameters: int) -> None:
-    """Fill in the learning rates that no flag sets. A high one ruins what a large model knows."""
-    if config.learning_rate is None:
-        config.learning_rate = 5e-4 if num_parameters < 10_000_000 else 1e-6
-    if config.min_learning_rate is None:
-        config.min_learning_rate = config.learning_rate / 10
-    if config.min_learning_rate > config.learning_rate:
-        common.refuse("--min_learning_rate is above --learning_rate")
+    return AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
 def learning_rate_at(step: int, config: Config) -> float:
@@ -1196,123 +903,92 @@ def learning_rate_at(step: int, config: Config) -> float:
     return config.min_learning_rate + cosine * (config.learning_rate - config.min_learning_rate)
 
 
-# --- Training and validation ----------------------------------------------------------------------
-
-
-def train_step(
-    model: nn.Module,
-    reference: nn.Module | None,
-    optimizer: torch.optim.Optimizer,
-    batch: common.GlobalBatch,
-    learning_rate: float,
-    config: Config,
-    device: torch.device,
-) -> dict[str, float]:
-    """Run the optimizer steps on a step's answers; returns what the last of them measured."""
-    add_reference(reference, batch, device)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    old_log_probs: list[torch.Tensor] = []
-    for _ in range(config.inner_steps):
-        total = forward_backward(model, batch, old_log_probs, config, device)
-        grad_norm = clip_grad_norm(model, config.grad_clip or math.inf).item()  # waits for the GPU
-        measured = dict(zip(MEASURED, (total / batch.num_targets).tolist()))
-        # Before the update: values that are not finite must not reach the weights.
-        common.refuse_non_finite(batch.step, measured["loss"], grad_norm)
-        optimizer_step(model, optimizer)
-    return measured | {"grad_norm": grad_norm}
-
-
-def evaluate(model: nn.Module, documents: common.Sequences, step: int, run: common.Run) -> float:
-    """Log and return the mean reward on held-out prompts, always with the same random numbers."""
-    # The file may be sorted by difficulty, so choose at random.
-    shuffled = np.random.default_rng(0).permutation(len(documents.lengths))
-    chosen = shuffled[: run.config.eval_prompts].tolist()
-    groups = answer_prompts(model, documents, chosen, run.config.eval_answers, 0, run)
-    mean = np.mean([answer.reward for group in groups for answer in group])
-    run.log({"step": step, "validation_reward": mean})
-    common.say(f"step {step}: validation reward {mean:.4f}")
-    return mean
-
-
 # --- Main -----------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    config = common.parse_config(Config)
+def main() -> partial | None:
+    config = parse_config(Config)
+    ranks = int(os.environ["WORLD_SIZE"])
+    if config.steps and ranks % config.dp_replicate:
+        common.refuse(f"--dp_replicate {config.dp_replicate} does not divide {ranks} ranks")
+    if config.prompts % ranks:
+        common.refuse(f"--prompts {config.prompts} is not a multiple of {ranks} ranks")
 
-    # Tokenizing can take longer than a collective may wait, so do it before the ranks meet. The
-    # first rank of a node does the work, and the others find it in the cache.
-    tokenizer = chat_tokenizer(config)
-    documents = common.load_documents(config, chat.COLUMNS, tokenize_prompt, tokenizer)
-    parts = common.split(documents, math.inf)
-    training, validation = (leave_out_long(part, config) for part in parts)
+    # Tokenizing can take longer than a collective may wait, so do it before the ranks meet.
+    tokenizer, answer_format, known_ids = conversations.chat_tokenizer(config, "known tokens")
+    documents = common.load_documents(
+        config, conversations.COLUMNS, tokenize_prompt, tokenizer, conversations.CORPORA
+    )
+    # Split before leaving prompts out, so that the split does not depend on --max_length.
+    training, validation = (
+        leave_out_long(part, config) for part in common.train_validation_split(documents, math.inf)
+    )
     if config.prompts > len(training.lengths):
         common.refuse(
             f"--prompts {config.prompts} exceeds the {len(training.lengths)} training prompts"
         )
-    model_config = build_model_config(config, tokenizer)
-    if model_config.model_type not in common.PACKED_TYPES.split():
+    generation = conversations.base_generation(config, tokenizer, answer_format.turn_end)
+    model_config = build_config(config, known_ids, generation.eos_token_id)
+    if model_config.model_type not in PACKED_TYPES.split():
         # The others have caches or positions with which `sample` would be wrong.
         common.refuse(f"--model {config.model}: type {model_config.model_type} cannot sample here")
     if config.steps == 0:
-        print("the data is prepared")
-        return
+        return common.say("the data is prepared")
 
     device = init_process_group(config)
-    model = build_model(config, model_config)
-    set_learning_rates(config, model.num_parameters())
-    run = common.Run(config, model, tokenizer, documents, device)
-    checkpoints = common.Checkpoints(run)
-    progress = checkpoints.find()
-
-    decayed = weight_decay_names(model)
+    model = build_policy(model_config, config, generation)
+    # Count parameters and FLOPs before the model is sharded.
+    default = 5e-4 if model.num_parameters() < 10_000_000 else 1e-6
+    set_learning_rates(config, default, ratio=10)  # a high rate ruins what a large model knows
+    run = Run(config, model, count_flops(model), tokenizer, documents, device)
+    # A resumed run samples the same answers, and has the same reference.
+    plan = [*common.PLAN, "prompts", "answers", "answer_length", "reference_weight"]
+    # Find out before the model takes memory and time whether this run may start.
+    checkpoints = common.Checkpoints(config, run.directory, run.facts, run.save_files, device)
+    checkpoint, progress = checkpoints.find(config.resume, plan)
     model = parallelize(model, config, device)
-    optimizer = build_optimizer(model, decayed, config)
-    if checkpoints.last:
-        common.load_checkpoint(checkpoints.last, model, optimizer)
+    optimizer = build_optimizer(model, config)
+    if checkpoint:
+        common.load_checkpoint(checkpoint, model, optimizer)
     elif config.init_from:
         common.load_weights(model, config.init_from)
     reference = None
     if config.reference_weight:
-        reference = parallelize(build_model(config, model_config), config, device)
+        reference = parallelize(build_policy(model_config, config, generation), config, device)
         common.load_weights(reference, config.init_from)
-
-    run.begin(
-        progress,
-        f"{config.prompts} prompts x {config.answers} answers a step, sampled at "
-        f"temperature 1, learning rate {config.learning_rate:g}",
-    )
-    # Forked children (of a reward) have to die of a signal that stops the run.
+    mesh = f"{config.dp_replicate} x {ranks // config.dp_replicate} shards"
+    work = f"{config.prompts} prompts x {config.answers} answers per step, temperature 1"
+    run.begin(checkpoints, progress, mesh, work=work)
+    # Children that `reward` forks have to die of a signal that stops the run.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))
-    if not checkpoints.last:
-        evaluate(model, validation, 0, run)
+
     # Prompts and random numbers depend on the step number, so a resumed run needs no other state.
-    for step in range(progress["step"] + 1, config.steps + 1):
-        batch, of_answers = roll_out(model, training, step, run)
-        if of_answers["mixed"] == 0:
+    step, tokens, stopping = progress["step"], progress["tokens"], False
+    if step == 0:
+        evaluate(model, validation, step, run)
+    while step < config.steps and not stopping:
+        step += 1
+        started = time.perf_counter()
+        batch, sampled = roll_out(model, training, step, run)
+        if sampled["mixed"] == 0:
             common.say(f"step {step}: no gradient, all answers to a prompt have the same reward")
-        learning_rate = learning_rate_at(step, config)
-        measured = train_step(model, reference, optimizer, batch, learning_rate, config, device)
-        measured |= of_answers | {"learning_rate": learning_rate}
-        progress = {"step": step, "tokens": progress["tokens"] + batch.num_targets}
-        run.log_step(batch, aim="reward", **progress, **measured)
+        if reference is not None:
+            add_reference(reference, batch, device)
+        measured = train_step(model, optimizer, batch, step, config, device)
+        tokens += batch.num_targets
+        # All ranks learn whether any of them got a signal to stop.
+        [stopping] = max_over_ranks(run.stop_signals)
+        run.log_step(step, batch, started, 0.0, aim="reward", tokens=tokens, **sampled, **measured)
         if step % config.eval_every == 0 or step == config.steps:
             evaluate(model, validation, step, run)
-        if step % config.checkpoint_every == 0 or step == config.steps or run.stopping:
-            checkpoints.save(model, optimizer, progress)
-        if run.stopping:
-            break
+        if step % config.checkpoint_every == 0 or step == config.steps or stopping:
+            position = {"step": step, "tokens": tokens, "metrics_bytes": run.metrics.tell()}
+            checkpoints.save(model, optimizer, position)
     checkpoints.wait()
-
-    # The communication threads can abort at exit while a model is alive, so free it first.
-    del model, reference, optimizer
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
-    run.finish(progress["step"], checkpoints.last, NEXT_COMMAND)
+    # `launch` calls it once the model is gone and the ranks have left the process group.
+    return partial(run.finish, step, NEXT_COMMAND)
 
 
 if __name__ == "__main__":
-    common.launch(main)
+    launch(main)

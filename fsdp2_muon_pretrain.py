@@ -230,6 +230,9 @@ class Muon(AdamW):
         **options: Any,
     ):
         super().__init__(groups, **options)
+        missing = matrices - {p for group in self.param_groups for p in group["params"]}
+        if missing:  # as from before `parallelize`: AdamW would update all matrices
+            raise ValueError(f"{len(missing)} of Muon's matrices are in no parameter group")
         self.matrices, self.momentum, self.dtype = matrices, momentum, dtype
 
     @torch.no_grad()
@@ -311,12 +314,8 @@ def orthogonalize(
     group = mesh.get_group(-1)  # with HSDP the ranks of a row; each row does the same
     rank, ranks = group.rank(), group.size()
     rows, columns = matrix.shape
-    # FSDP2 gives every rank this many rows, as long as there are any left.
-    most = math.ceil(rows / ranks)
-    rows_of = [max(0, min(most, rows - i * most)) for i in range(ranks)]
-    # Each rank orthogonalizes this many matrices. The last ranks may get fewer, or none.
-    share = math.ceil(len(directions) / ranks)
-    matrices_of = [len(directions[i * share : (i + 1) * share]) for i in range(ranks)]
+    rows_of = shares(rows, ranks)  # as FSDP2 shards them
+    matrices_of = shares(len(directions), ranks)  # that a rank orthogonalizes
 
     # Send my rows of every matrix to its rank. The numbers to send and to receive, by rank:
     sent = [count * rows_of[rank] * columns for count in matrices_of]
@@ -334,6 +333,12 @@ def orthogonalize(
         full = torch.cat([part.flatten() for part in full.split(rows_of, dim=1)])
     dist.all_to_all_single(flat, full, sent, received, group)  # the way back, into `stack`
     return list(stack.to(directions[0]))
+
+
+def shares(number: int, ranks: int) -> list[int]:
+    """Divide a number among ranks: equal shares, but the last ranks may get less, or nothing."""
+    most = math.ceil(number / ranks)
+    return [max(0, min(most, number - rank * most)) for rank in range(ranks)]
 
 
 def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
@@ -433,14 +438,15 @@ def evaluate(model: nn.Module, validation: common.Batches, device: torch.device)
 def muon_matrices(model: nn.Module) -> set[nn.Parameter]:
     """Return the parameters that Muon updates: the matrices of the blocks, and stacks of matrices.
 
-    The kernels of convolutions, [channels, 1, width], are no matrices.
+    These decay. The kernels of convolutions, [channels, 1, width], are no matrices.
     """
     decayed, in_blocks = weight_decay_names(model), set(transformer_blocks(model).parameters())
-    return {
-        parameter
-        for name, parameter in model.named_parameters()
-        if name in decayed and parameter in in_blocks and min(parameter.shape[1:]) > 1
-    }
+    matrices = set()
+    for name, parameter in model.named_parameters():
+        trained = parameter.requires_grad and name in decayed
+        if trained and parameter in in_blocks and min(parameter.shape[1:]) > 1:
+            matrices.add(parameter)
+    return matrices
 
 
 def build_optimizer(model: nn.Module, config: Config) -> Muon:

@@ -4,18 +4,23 @@
 
 When to use it: the links between machines are too slow for FSDP2's all-gathers. Give each machine a
 stage: stages only send each other hidden states, and FSDP2 shards a stage within its machine. A
-step needs many micro-batches to keep the bubble small. Read fsdp2_pretrain.py before it, and
-fsdp2_ep_pretrain.py next.
+step needs many micro-batches to keep the bubble small.
 
-Memory per rank, with N ranks in S stages: S/N of its stage's parameters, gradients and AdamW
-moments. During a step also the stage's unsharded parameters and gradients, the activations of up to
-S micro-batches, and receive buffers for all k micro-batches. The first and the last stage both hold
-a tied embedding.
+The N ranks form S stages of N/S neighbors. Each rank of a stage has a counterpart in every other
+stage; these S ranks are a pipeline, and work on the same micro-batches. Within a stage, FSDP2 turns
+the parameters into DTensors. The `shape` of a DTensor is that of the full tensor, but each rank of
+the stage holds only a shard, `to_local()`.
+
+Memory per rank: S/N of its stage's fp32 parameters, gradients and AdamW moments, 16S/N bytes for
+each of these parameters. During a step also the stage's full parameters and full gradients, the
+activations of up to S micro-batches, and receive buffers for all k micro-batches. The first and the
+last stage both hold a tied embedding.
 
 Communication volume per step, with A the bytes of [micro_batch_tokens, hidden size]: for each
 micro-batch, a stage sends hidden states (A) to the next stage, and their gradients (A) come back.
-Within a stage, with P and G the bytes of parameters and gradients, its N/S ranks all-gather P/S and
-reduce-scatter G/S, (P+G)(N-S)/(SN) per step, however many micro-batches there are.
+Within a stage, with P the bytes of the parameters in compute precision and G the bytes of the fp32
+gradients, its N/S ranks all-gather P/S and reduce-scatter G/S, (P+G)(N-S)/(SN) per step, however
+many micro-batches there are.
 
 `--schedule` is the order of forwards and backwards. While a stage waits for others, it idles, which
 is the bubble of the pipeline:
@@ -23,24 +28,26 @@ is the bubble of the pipeline:
   to pass through S stages, and each stage idles in S-1 of them. It keeps the activations of k.
 - `1f1b` (PipeDream-Flush, arXiv 2006.09503) has the same bubble but runs each backward as early as
   it can. So a stage keeps the activations of S micro-batches instead of k.
-- `interleaved` (arXiv 2104.04473) gives each rank two shorter stages. That halves the bubble,
-  doubles the volume between stages, and keeps more activations.
+- `interleaved` (arXiv 2104.04473) gives each rank two shorter stages. That halves the bubble, but
+  keeps more activations, and a micro-batch is sent 2S-1 times instead of S-1: three times as much
+  with two ranks in a pipeline, about twice as much with many.
 - `zero_bubble` (ZB1P, arXiv 2401.10241) splits backward: the gradient of the input, for which the
-  previous stage waits, comes first. The gradients of the weights fill the bubble.
+  previous stage waits, comes first. The gradients of the weights fill two thirds of the bubble if
+  both gradients and the forward take equally long.
 """
 
-import gc
+import copy
 import math
 import os
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+import time
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -52,98 +59,44 @@ from torch.distributed.pipelining import (
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
 )
-from torch.nn.attention.varlen import varlen_attn
 from torch.optim import AdamW, Optimizer
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 import common
-from common import flag
-
-# --- Config ---------------------------------------------------------------------------------------
+from model import (
+    build_config,
+    build_model,
+    checkpoint_activations,
+    compile_blocks,
+    count_flops,
+    initialize,
+    modules_outside_blocks,
+    seed_by_name,
+    transformer_blocks,
+    weight_decay_names,
+)
+from run import (
+    Flags,
+    Run,
+    default_learning_rate,
+    flag,
+    launch,
+    max_over_ranks,
+    micro_batches_per_rank,
+    parse_config,
+    refuse_non_finite,
+    set_learning_rates,
+    set_up_gpu,
+)
 
 NEXT_COMMAND = "torchrun --standalone --nproc-per-node=2 fsdp2_ep_pretrain.py"
-# The default peak learning rate of a model with fewer than 10 million parameters.
-SMALL_MODEL_PEAK = 3e-3
-# The architectures that --model knows by name.
-SHAPES = {
-    "tiny": {
-        "model_type": "qwen2",
-        "hidden_size": 192,
-        "intermediate_size": 640,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        "initializer_range": 0.07,
-        "tie_word_embeddings": True,
-    },
-    "qwen2-0.5b": {
-        "model_type": "qwen2",
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        "initializer_range": 0.02,
-        "tie_word_embeddings": True,
-    },
-}
 
 
-@dataclass(config=ConfigDict(allow_inf_nan=False))
-class Config(common.Flags):
-    """The flags of this script, after those that all scripts share."""
+# The shared flags, such as learning rate and batch sizes, are in run.py.
+@dataclass
+class Config(Flags):
+    """The flags of this script, beside the shared ones."""
 
-    # model
-    model: str = flag("tiny", "tiny, qwen2-0.5b, or a directory or hub id with a config.json")
-    init_from: str | None = flag(
-        None,
-        "weights to start from: a run directory, or a Hugging Face directory or hub id. Its model "
-        "and tokenizer replace --model and --tokenizer unless you set these",
-    )
     text_column: str = flag("text", "column of the dataset that holds the text")
-
-    # optimization
-    global_batch_tokens: PositiveInt = flag(
-        4096, "token positions of one optimizer step, over all ranks and micro-batches"
-    )
-    learning_rate: PositiveFloat | None = flag(
-        None,
-        "peak learning rate of AdamW. The default depends on the model: 3e-3 with fewer than 10 "
-        "million parameters, otherwise 3e-4; a tenth of that with --init_from",
-    )
-    min_learning_rate: NonNegativeFloat | None = flag(
-        None, "learning rate at the end of the decay; default: a fiftieth of the peak"
-    )
-    warmup_steps: NonNegativeInt = flag(20, "steps of linear warm-up")
-    decay_steps: PositiveInt | None = flag(
-        None, "decay over the last N steps only (warmup-stable-decay); default: after the warm-up"
-    )
-    weight_decay: NonNegativeFloat = flag(
-        0.1, "weight decay of matrices (embeddings, norms and biases have none)"
-    )
-    grad_clip: NonNegativeFloat = flag(1.0, "clip the gradient norm to this; 0 disables clipping")
-    eval_every: PositiveInt = flag(200, "steps between validations")
-    eval_tokens: PositiveInt = flag(
-        250_000, "size of the validation set in tokens (whole documents, the first by hash)"
-    )
-
-    # precision, memory and speed
-    precision: Literal["auto", "fp32", "bf16"] = flag(
-        "auto", "compute precision. auto: bf16 on GPUs that have it, otherwise fp32"
-    )
-    activation_checkpointing: Annotated[str, Field(pattern=r"^(none|full|selective|0?\.\d+)$")] = (
-        flag("none", "none, full, selective, or a fraction of the blocks such as 0.5")
-    )
-    compile: bool = flag(False, "compile each transformer block")
-
-    # this strategy
     pipeline_parallel: PositiveInt = flag(2, "ranks that the blocks are split over")
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = flag(
         "1f1b", "order of forwards and backwards; interleaved: two stages per rank"
@@ -152,38 +105,10 @@ class Config(common.Flags):
     cpu_offload: bool = flag(False, "keep parameters, gradients and optimizer state in CPU memory")
 
     def __post_init__(self) -> None:
-        """Check how flags fit together. The limits of a single flag are in its type."""
+        """Check how flags fit together."""
         super().__post_init__()
-        if self.precision == "auto":
-            # GPUs before Ampere only emulate bf16.
-            bf16 = torch.cuda.is_available() and torch.cuda.is_bf16_supported(False)
-            self.precision = "bf16" if bf16 else "fp32"
-        world_size = int(os.environ.get("WORLD_SIZE", 1))
-        if self.steps and world_size % self.pipeline_parallel:
-            raise ValueError(
-                f"--pipeline_parallel {self.pipeline_parallel} does not divide {world_size} ranks"
-            )
-        stage_size = max(1, world_size // self.pipeline_parallel)  # ranks of a stage
-        if self.steps and stage_size % self.dp_replicate:
-            raise ValueError(
-                f"--dp_replicate {self.dp_replicate} does not divide the {stage_size} ranks of a "
-                "stage"
-            )
-        common.check_global_batch(self, stage_size)
-        smallest = self.micro_batch_tokens * stage_size * self.pipeline_parallel
-        if self.global_batch_tokens < smallest:
-            raise ValueError(
-                f"--global_batch_tokens {self.global_batch_tokens} holds fewer micro-batches than "
-                f"there are stages: use at least {smallest}"
-            )
-        # How many times the micro-batches of a rank fill the pipeline.
-        count = self.global_batch_tokens // (self.micro_batch_tokens * stage_size)
-        rounds = count // self.pipeline_parallel
-        if self.schedule in ("interleaved", "zero_bubble") and count % rounds:
-            raise ValueError(
-                f"--schedule {self.schedule} needs micro-batches that fill the pipeline evenly: "
-                f"make --global_batch_tokens a multiple of {smallest}"
-            )
+        if self.schedule == "interleaved" and self.pipeline_parallel == 1:
+            raise ValueError("--schedule interleaved needs --pipeline_parallel 2 or more")
         selective = self.activation_checkpointing == "selective"
         if self.schedule == "zero_bubble" and (self.compile or selective):
             raise ValueError(
@@ -194,6 +119,21 @@ class Config(common.Flags):
 
 # --- Strategy -------------------------------------------------------------------------------------
 
+# What --schedule chooses. A schedule runs the forwards and backwards of this rank's stages in its
+# order, and sends and receives what they need from each other.
+SCHEDULES = {
+    "1f1b": Schedule1F1B,
+    "gpipe": ScheduleGPipe,
+    "interleaved": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
+# Every stage runs the decoder's own forward, so all of them would repeat what it does before the
+# first block: positions (a module besides these four), a factor, or dropout.
+DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
+REPEATED = {"embedding_multiplier": 1, "mup_enabled": False, "embedding_dropout": 0}
+# Model types whose blocks pass more to each other than the hidden states.
+CONNECTED_TYPES = {"glm_moe_dsa", "zaya"}
+
 
 def init_process_group(config: Config) -> torch.device:
     """Join the process group that torchrun set up; returns the device of this rank."""
@@ -201,111 +141,45 @@ def init_process_group(config: Config) -> torch.device:
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
-    ranks, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
-    if ranks > gpus:
-        advice = f'--nproc-per-node={gpus}, or CUDA_VISIBLE_DEVICES="" to train on CPUs'
-        common.refuse(f"{ranks} ranks cannot share {gpus} GPUs: use {advice}")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    if config.precision == "fp32":
-        # Use TF32 matmuls: several times faster, with 10 instead of 23 bits of mantissa.
-        torch.set_float32_matmul_precision("high")
-    # cuDNN attention builds a plan for each new shape, which costs more than it saves unless
-    # padding keeps the number of shapes small.
-    torch.backends.cuda.enable_cudnn_sdp(config.pad_to_multiple_of > 1)
+    device = set_up_gpu(config)
     # gloo beside NCCL handles tensors in CPU memory: Python objects and offloaded gradients.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     return device
 
 
-def dp_rank_and_size(config: Config) -> tuple:
+def dp_rank_and_size(config: Config) -> tuple[int, int]:
     """Return this rank's index among the data-parallel ranks, and how many there are.
 
     Ranks of the same stage are data parallel. A stage consists of consecutive ranks.
 
     NOTE: the stages of a pipeline all work on the same micro-batches, so they share an index.
     """
-    size = dist.get_world_size() // config.pipeline_parallel
-    return dist.get_rank() % size, size
-
-
-SCHEDULES = {
-    "1f1b": Schedule1F1B,
-    "gpipe": ScheduleGPipe,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zero_bubble": ScheduleInterleavedZeroBubble,
-}
-# Actions of a schedule. torch 2.15 waits for each send in an action of its own.
-FORWARD = {"F", "SEND_F", "WAIT_SEND_F", "RECV_F", "UNSHARD", "RESHARD"}
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    stage_size = max(1, ranks // config.pipeline_parallel)  # --steps 0 runs on one rank too
+    return rank % stage_size, stage_size
 
 
 def stages_per_rank(config: Config) -> int:
     return 2 if config.schedule == "interleaved" else 1
 
 
-def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """Keep this rank's stage of the model, shard it over the stage's ranks, and initialize it.
+def check_batch(config: Config, dp_size: int, number: int) -> None:
+    """Refuse a global batch with a `number` of micro-batches per rank that the schedule cannot run.
 
-    Within a stage, `fully_shard` works as in fsdp2_pretrain.py, with one difference: the pipeline
-    schedule keeps the parameters unsharded and accumulates unsharded gradients during the whole
-    step. It all-gathers once before the first forward, and reduce-scatters once after the last
-    backward. So the flags --reshard_after_forward and --reduce_every_micro_batch do not exist here.
-
-    The model keeps the modules of this rank under its own names, for the checkpoint. `model.stages`
-    are what PyTorch's pipelining runs. `model.embedding_group` has the first and the last rank of a
-    pipeline, if they share the embedding.
+    It needs at least one for each stage. The last two schedules need rounds of equal size.
     """
-    check_model(model, config)
-    checkpoint_activations(transformer_blocks(model), config.activation_checkpointing)
-    if config.compile:
-        compile_blocks(transformer_blocks(model), config)
-
-    # Each stage is a slice of the mesh: consecutive ranks, so that they share a machine. HSDP
-    # replicates the shards within the stage.
-    num_stages = config.pipeline_parallel
-    _, dp_size = dp_rank_and_size(config)
-    mesh = init_device_mesh(
-        device.type,
-        (num_stages, config.dp_replicate, dp_size // config.dp_replicate),
-        mesh_dim_names=("stage", "replicate", "shard"),
-    )
-    options = {"mesh": mesh["shard"], "reshard_after_forward": False}
-    if config.dp_replicate > 1:
-        options["mesh"] = mesh["replicate", "shard"]
-    if config.precision == "bf16":
-        # Parameters are cast to bf16 as they are all-gathered, so blocks compute in bf16. The
-        # shards and the optimizer state stay fp32. Reduce gradients in fp32 too. The default is
-        # bf16 in torch 2.13, and the type of the shards from 2.15 on. Do not cast a block's inputs
-        # either: what the model computes in fp32 (rotary embeddings in some types) stays fp32.
-        options["mp_policy"] = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+    smallest = config.micro_batch_tokens * dp_size * config.pipeline_parallel
+    if number < config.pipeline_parallel:
+        common.refuse(
+            f"--global_batch_tokens {config.global_batch_tokens} holds fewer micro-batches than "
+            f"there are stages: use at least {smallest}"
         )
-    if config.cpu_offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
-
-    build_stages(model, config, device)
-    keep_own_modules(model)
-    initialize(model, modules_outside_blocks(model), config.seed, device)
-    if model.config.tie_word_embeddings and model.stages[-1].is_last:
-        model.tie_weights()  # `initialize` gave each module memory of its own, which unties them
-    for stage in model.stages:
-        # `fully_shard` claims only parameters that no submodule has claimed yet, so apply it
-        # bottom-up: blocks first, then the stage.
-        for block in stage.submod.blocks:
-            if not isinstance(block, PassThrough):
-                # Initialize one block at a time, so that no rank ever holds more than one full one.
-                initialize(model, block.modules(), config.seed, device)
-                fully_shard(block, **options)
-        fully_shard(stage.submod, **options)
-    return model
-
-
-# Every stage runs the decoder's own forward, so all of them would repeat what it does before the
-# first block: positions (a module besides these four), a factor, or dropout.
-DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
-REPEATED = {"embedding_multiplier": 1, "mup_enabled": False, "embedding_dropout": 0}
-# Model types whose blocks pass more to each other than the hidden states.
-CONNECTED_TYPES = {"glm_moe_dsa", "zaya"}
+    rounds = number // config.pipeline_parallel
+    if config.schedule in ("interleaved", "zero_bubble") and number % rounds:
+        common.refuse(
+            f"--schedule {config.schedule} needs micro-batches that fill the pipeline evenly: "
+            f"make --global_batch_tokens a multiple of {smallest}"
+        )
 
 
 def check_model(model: nn.Module, config: Config) -> None:
@@ -333,8 +207,77 @@ def check_model(model: nn.Module, config: Config) -> None:
         )
 
 
+def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
+    """Keep this rank's stages of the model, shard and initialize them.
+
+    The model keeps the modules of this rank under its own names, for the checkpoint, and gets two
+    attributes:
+
+    - `model.stages`: a `PipelineStage` for each stage of this rank. It has the stage's module, runs
+      its forward and backward, and sends and receives hidden states and their gradients.
+    - `model.embedding_group`: the process group of the first and the last rank of a pipeline, if
+      they share the embedding.
+
+    `fully_shard(module)` makes one unit of the module's parameters that no earlier call on a
+    submodule has claimed. It turns them into DTensors, and adds hooks that communicate:
+
+    - Before the first forward of a step, one all-gather makes the unit's parameters full. With
+      1f1b and gpipe it runs when the first micro-batch reaches the unit. With the other schedules
+      all units are gathered before. The parameters stay full during the whole step.
+    - All micro-batches accumulate full gradients. After the stage's last backward, one
+      reduce-scatter leaves each rank the averaged gradient of its shard, and the full tensors are
+      freed.
+    """
+    check_model(model, config)
+    blocks = transformer_blocks(model)
+    # Both change what a block computes in its forward, and FSDP adds its hooks around that.
+    checkpoint_activations(blocks, config.activation_checkpointing)
+    if config.compile:
+        compile_blocks(blocks, config)
+
+    # Each stage is a slice of the mesh: consecutive ranks, so that they share a machine. HSDP
+    # replicates the shards within the stage.
+    _, dp_size = dp_rank_and_size(config)
+    mesh = init_device_mesh(
+        device.type,
+        (config.pipeline_parallel, config.dp_replicate, dp_size // config.dp_replicate),
+        mesh_dim_names=("stage", "replicate", "shard"),
+    )
+    # Keep parameters full after a forward, because the next micro-batch follows.
+    options = {"mesh": mesh["shard"], "reshard_after_forward": False}
+    if config.dp_replicate > 1:
+        options["mesh"] = mesh["replicate", "shard"]
+    if config.precision != "fp32":
+        # Shards and optimizer state stay fp32. Parameters are cast to bf16 before they are
+        # gathered, so blocks compute in bf16 and their full gradients are bf16. These are cast to
+        # fp32 before they are reduced. What the model itself computes in fp32, such as some rotary
+        # embeddings, stays fp32, because a block's inputs are not cast.
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    if config.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+
+    model.stages, model.embedding_group = build_stages(model, config, device)
+    keep_own_modules(model)
+    # On the meta device the model has shapes but no memory. Each rank draws the same full weights,
+    # because a module is seeded by its name, and keeps its shards: nothing is broadcast.
+    initialize(model, modules_outside_blocks(model), config.seed, device)
+    if model.config.tie_word_embeddings and model.stages[-1].is_last:
+        model.tie_weights()  # `initialize` gave each module memory of its own, which untied them
+    for stage in model.stages:
+        # From the inside out: blocks first, then the stage, which gets the rest.
+        for block in transformer_blocks(stage.submod.model):
+            if not isinstance(block, PassThrough):
+                # One block at a time, so that a rank never holds more than one full block.
+                initialize(model, block.modules(), config.seed, device)
+                fully_shard(block, **options)
+        fully_shard(stage.submod, **options)
+    return model
+
+
 class PassThrough(nn.Module):
-    """Replaces a block of another stage, so that this stage's blocks keep their names."""
+    """Takes the place of another stage's block, so that this stage's blocks keep their names."""
 
     def forward(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return hidden
@@ -343,32 +286,34 @@ class PassThrough(nn.Module):
 class Stage(nn.Module):
     """What one stage has of the model, with a forward for PyTorch's pipelining.
 
-    It is a module of its own because a rank may have several stages, and a schedule gathers and
-    reduces the parameters of one at a time.
+    It is a copy of the model with only the stage's modules, because a rank may have two stages, and
+    a schedule gathers and reduces the parameters of one at a time. The modules themselves are not
+    copied: `model` has them, too, under its own names.
 
     The first stage has the embedding, and the last one has the last norm and the head. Every stage
     gets equally many blocks, although the head and the loss are extra work for the last one.
 
     Args:
+        model: the full model. It is on the meta device, where a copy takes no memory.
         num_positions: --micro_batch_tokens, the largest number of sequences x length.
     """
 
     def __init__(self, model: nn.Module, index: int, num_stages: int, num_positions: int):
         super().__init__()
-        self.run_model = (model, model.forward)  # in a tuple, so that it is not a submodule
         self.num_positions = num_positions
         self.is_last = index == num_stages - 1
         self.micro_batches: Iterator[dict] = iter([])  # of the next forward passes
-        blocks = transformer_blocks(model)
-        self.blocks = nn.ModuleList(
-            block if i * num_stages // len(blocks) == index else PassThrough()
-            for i, block in enumerate(blocks)
+        self.model = copy.deepcopy(model)  # its modules are replaced below
+        full, own = model.get_decoder(), self.model.get_decoder()
+        own.layers = nn.ModuleList(
+            block if i * num_stages // len(full.layers) == index else PassThrough()
+            for i, block in enumerate(full.layers)
         )
-        decoder = model.get_decoder()
         has_tied_head = self.is_last and model.config.tie_word_embeddings
-        self.embedding = decoder.embed_tokens if index == 0 or has_tied_head else None
-        self.norm = decoder.norm if self.is_last else nn.Identity()
-        self.head = model.lm_head if self.is_last else None
+        own.embed_tokens = full.embed_tokens if index == 0 or has_tied_head else None
+        own.rotary_emb = full.rotary_emb
+        own.norm = full.norm if self.is_last else nn.Identity()
+        self.model.lm_head = model.lm_head if self.is_last else None
 
     def forward(self, hidden: torch.Tensor | None = None) -> torch.Tensor:
         """Run the stage's blocks on its next micro-batch.
@@ -391,23 +336,18 @@ class Stage(nn.Module):
         if hidden is not None:
             hidden = hidden[: sequences * length].unflatten(0, (sequences, length))
             micro_batch |= {"input_ids": None, "inputs_embeds": hidden}
-        model, full_forward = self.run_model
-        decoder = model.get_decoder()
-        of_all_stages = decoder.layers, decoder.norm
-        decoder.layers, decoder.norm = self.blocks, self.norm
-        try:
-            if self.is_last:
-                return full_forward(**micro_batch)
-            del micro_batch["labels"]
-            output = decoder(use_cache=False, **micro_batch)
-        finally:
-            decoder.layers, decoder.norm = of_all_stages
+        if self.is_last:
+            return self.model(**micro_batch)  # `forward_with_loss` in model.py
+        del micro_batch["labels"]
+        output = self.model.get_decoder()(use_cache=False, **micro_batch)
         padding = self.num_positions - sequences * length
         return nn.functional.pad(output.last_hidden_state.flatten(0, 1), (0, 0, 0, padding))
 
 
-def build_stages(model: nn.Module, config: Config, device: torch.device) -> None:
-    """Describe this rank's stages to PyTorch's pipelining, and create the groups they use."""
+def build_stages(
+    model: nn.Module, config: Config, device: torch.device
+) -> tuple[list[PipelineStage], dist.ProcessGroup | None]:
+    """Build this rank's stages, and the group of the ranks that share the embedding, if any do."""
     _, dp_size = dp_rank_and_size(config)
     # The ranks of a pipeline work on the same micro-batches. NOTE: give sends and receives a group
     # of their own. Stages make unequal numbers of them, which confuses the checks of collectives
@@ -425,7 +365,7 @@ def build_stages(model: nn.Module, config: Config, device: torch.device) -> None
         requires_grad=True,
     )
     num_stages = config.pipeline_parallel * stages_per_rank(config)
-    model.stages = []
+    stages = []
     # Rank 0 has the stages 0, S, ..., rank 1 has 1, S+1, ...
     for index in range(dist.get_rank() // dp_size, num_stages, config.pipeline_parallel):
         stage = PipelineStage(
@@ -437,11 +377,12 @@ def build_stages(model: nn.Module, config: Config, device: torch.device) -> None
             output_args=hidden,
             group=group,
         )
-        model.stages.append(stage)
-    model.embedding_group = None
+        stages.append(stage)
+    embedding_group = None
     if model.config.tie_word_embeddings and config.pipeline_parallel > 1:
         ends = [[ranks[0], ranks[-1]] for ranks in pipelines]
-        model.embedding_group, _ = dist.new_subgroups_by_enumeration(ends, group_desc="embedding")
+        embedding_group, _ = dist.new_subgroups_by_enumeration(ends, group_desc="embedding")
+    return stages, embedding_group
 
 
 def keep_own_modules(model: nn.Module) -> None:
@@ -465,25 +406,28 @@ def build_schedule(stages: list[PipelineStage], name: str, *arguments: Any) -> A
     return SCHEDULES[name](own, *arguments, scale_grads=False)
 
 
-def optimizer_parameters(model: nn.Module) -> list:
-    """Return the parameters that this rank's optimizer updates, with their names.
+def train_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: common.GlobalBatch,
+    step: int,
+    config: Config,
+    device: torch.device,
+) -> dict[str, float]:
+    """Run one optimizer step; returns the mean loss of the global batch and the gradient norm.
 
-    These are this rank's shards of its stage's parameters.
-
-    NOTE: call it after `parallelize`. An optimizer that was built before would hold the unsharded
-    parameters, which the model no longer uses.
-    """
-    return list(model.named_parameters())
-
-
-def forward_backward(
-    model: nn.Module, batch: common.GlobalBatch, config: Config, device: torch.device
-) -> torch.Tensor:
-    """Run forward and backward on all micro-batches; returns the loss summed over all ranks.
+    On the last stage, `stage.submod(hidden)` returns the cross entropy summed over the
+    micro-batch's target tokens (`Stage.forward`), on the others the hidden states for the next
+    stage. It uses weights inside the stage's forward only. Elsewhere they may be sharded.
 
     With 1F1B, once the first micro-batches have filled the pipeline, each stage alternates one
     forward and one backward of an earlier micro-batch.
     """
+    # The loss of a step is the sum over all target tokens, divided by their number in the global
+    # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
+    # FSDP averages gradients over the ranks of a stage, so multiply by their number to get a sum.
+    _, dp_size = dp_rank_and_size(config)
+    scale = dp_size / batch.num_targets
     total_loss = torch.zeros((), device=device)
 
     def scaled_loss(loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -494,14 +438,10 @@ def forward_backward(
     micro_batches = [common.to_device(micro_batch, device) for micro_batch in batch.micro_batches]
     for stage in model.stages:
         stage.submod.micro_batches = iter(micro_batches)
-    # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
-    # FSDP averages gradients over the ranks of a stage, so multiply by their number to get a sum.
-    _, dp_size = dp_rank_and_size(config)
-    scales = torch.full((len(micro_batches),), dp_size / batch.num_targets, device=device)
     schedule = build_schedule(model.stages, config.schedule, len(micro_batches), scaled_loss)
-    # All-gathers, then sends and receives, then reduce-scatters. The schedule splits `target`, so
-    # that `scaled_loss` gets one scale for each micro-batch.
+    # The schedule splits `target`, so that `scaled_loss` gets one scale for each micro-batch.
+    scales = torch.full((len(micro_batches),), scale, device=device)
+    # All-gathers, then sends and receives, then reduce-scatters.
     schedule.step(target=scales, return_outputs=False)
     if model.embedding_group is not None:
         # The first stage computes the gradient of the tied embedding as the embedding, and the last
@@ -509,329 +449,83 @@ def forward_backward(
         gradient = model.get_input_embeddings().weight.grad.to_local()
         dist.all_reduce(gradient, group=model.embedding_group)
     dist.all_reduce(total_loss)
-    return total_loss
 
-
-def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
-    """Clip the gradient norm to `max_norm`; returns the norm before clipping.
-
-    NOTE: the norm covers all stages, but a rank only has gradients of its own.
-    """
+    # The norm covers all stages, but a rank only has gradients of its own.
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    counted = parameters
     if model.embedding_group is not None and model.stages[-1].is_last:
         # The first stage counts the tied embedding.
         embedding = model.get_input_embeddings().weight
-        counted = [parameter.grad for parameter in parameters if parameter is not embedding]
-    else:
-        counted = [parameter.grad for parameter in parameters]
-    squared_norm = nn.utils.get_total_norm(counted).full_tensor() ** 2  # of this rank's stages
-    # All ranks of a stage have the same value, so the sum counts each stage that many times.
-    dist.all_reduce(squared_norm)
-    stage_size = dist.get_world_size() / model.stages[0].group_size
-    norm = (squared_norm / stage_size).sqrt()
-    nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
+        counted = [parameter for parameter in parameters if parameter is not embedding]
+    # One all-reduce over the ranks of the stage. All of them get the same norm.
+    stage_norm = nn.utils.get_total_norm([parameter.grad for parameter in counted]).full_tensor()
+    squared_norm = stage_norm**2
+    dist.all_reduce(squared_norm)  # over all ranks, so it counts each stage dp_size times
+    norm = (squared_norm / dp_size).sqrt()
+    nn.utils.clip_grads_with_norm_(parameters, config.grad_clip or math.inf, norm)
 
-
-def optimizer_step(model: nn.Module, optimizer: Optimizer) -> None:
-    """Update the shards of this rank, and free their gradients.
-
-    NOTE: model.zero_grad() would miss some. While a module is unsharded, as the root is after a
-    validation, model.parameters() are not the sharded ones that have the gradients.
-    """
-    optimizer.step()
+    # `.item()` waits for the GPU. Wait here and not after the update, because values that are not
+    # finite must not reach the weights.
+    measured = {"loss": total_loss.item() / batch.num_targets, "grad_norm": norm.item()}
+    refuse_non_finite(step, **measured)
+    measured["learning_rate"] = learning_rate_at(step, config)
+    for group in optimizer.param_groups:
+        group["lr"] = measured["learning_rate"]
+    optimizer.step()  # of this rank's shards, without communication
     optimizer.zero_grad()
+    return measured
 
 
 @torch.no_grad()
-def validation_loss(
-    model: nn.Module, micro_batches: Iterable[dict], config: Config, device: torch.device
-) -> torch.Tensor:
-    """Return the summed loss and the number of target tokens over all ranks, float64 [2]."""
-    total = torch.zeros(2, dtype=torch.float64, device=device)
+def evaluate(
+    model: nn.Module, validation: common.Batches, config: Config, device: torch.device
+) -> float:
+    """Return the mean loss per target token in nats, on the same data for every world size."""
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # loss, target tokens
 
     def add_loss(loss: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """Runs on the last stage only."""
         total[0] += loss
-        total[1] += (labels >= 0).sum()
+        total[1] += (labels != common.IGNORED).sum()
         return loss
 
     # Without a backward, a stage can start on the next micro-batch as soon as it has sent its
     # hidden states. So a schedule of one micro-batch at a time fills the pipeline too.
     name = "interleaved" if len(model.stages) > 1 else "gpipe"
     schedule = build_schedule(model.stages, name, 1, add_loss)
-    if name == "interleaved":
-        # NOTE: torch (2.13 to 2.15) would run the backward between two stages of a rank here too.
-        for actions in schedule.pipeline_order_with_comms.values():
-            actions[:] = [action for action in actions if action.computation_type in FORWARD]
-    for micro_batch in micro_batches:  # forward all-gathers, so each rank needs equally many
+    for stage in model.stages:
+        stage.submod.eval()
+    # Forward all-gathers, so each rank gets equally many micro-batches.
+    for micro_batch in validation.evaluation(*dp_rank_and_size(config)):
         micro_batch = common.to_device(micro_batch, device)
         for stage in model.stages:
             stage.submod.micro_batches = iter([micro_batch])
         schedule.eval(target=micro_batch["labels"], return_outputs=False)
+    for stage in model.stages:
+        stage.submod.train()
     dist.all_reduce(total)
-    return total
-
-
-# --- The rest is the same text in every pretraining script ----------------------------------------
-# --- Model ----------------------------------------------------------------------------------------
-# An ordinary transformers model that returns its loss. It knows nothing of ranks.
-
-# The loss computes the logits of this many tokens at a time: 1.2 GB in fp32 for 150,000 ids.
-CHUNK_TOKENS = 2048
-
-
-def build_model_config(config: Config, tokenizer: common.Tokenizer) -> PreTrainedConfig:
-    """Build the architecture of a named shape, or read the config.json that --model points to."""
-    vocabulary_size = 1 + max(tokenizer.get_vocab().values())  # some tokenizers skip ids
-    if config.model in SHAPES:
-        padded_size = math.ceil(vocabulary_size / 64) * 64  # keeps the head's matmul fast
-        model_config = AutoConfig.for_model(vocab_size=padded_size, **SHAPES[config.model])
-    else:
-        model_config = common.read_model_config(config, vocabulary_size)
-    model_config.eos_token_id = tokenizer.eos_token_id  # where generation stops
-    # transformers would keep the embedding of a pad token at zero. Padding is masked by position.
-    model_config.pad_token_id = None
-    model_config.bos_token_id = None
-    return model_config
-
-
-def build_model(config: Config, model_config: PreTrainedConfig) -> nn.Module:
-    """Build the model on the meta device: it has shapes, but no memory and no weights yet."""
-    AttentionInterface.register("documents", document_attention)
-    # For bucketed batches, transformers picks SDPA, or eager attention where a type lacks it.
-    attention = "documents" if config.batching == "packed" else None
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(
-            model_config, dtype=torch.float32, attn_implementation=attention
-        )
-    common.freeze_unused(model)
-    loss = torch.compile(chunk_loss) if config.compile else chunk_loss
-    model.forward = partial(forward_with_loss, model, loss)
-    return model
-
-
-def forward_with_loss(
-    self: nn.Module, loss: Callable, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: Any
-) -> torch.Tensor:
-    """Replace the model's forward; returns the cross entropy summed over the target tokens.
-
-    The logits of a whole micro-batch, [tokens, vocabulary], would be its largest tensor by far.
-    Computing them chunk by chunk, and again in backward, never holds more than one chunk.
-
-    NOTE: the loss has to be inside the root's forward. FSDP all-gathers the parameters of a module
-    for its forward only, and the head belongs to the root.
-
-    Args:
-        loss: `chunk_loss`, or the same compiled.
-        input_ids, labels: int64 [sequences, length]. Labels are already shifted.
-        kwargs: the other keys of a micro-batch, see `common.Batches.collate`.
-    """
-    output = self.get_decoder()(input_ids=input_ids, use_cache=False, **kwargs)
-    hidden = output.last_hidden_state.flatten(0, 1)  # [tokens, hidden size]
-    head = self.get_output_embeddings()
-    labels = labels.flatten()  # [tokens]
-    if len(labels) <= CHUNK_TOKENS:
-        return loss(hidden, head.weight, head.bias, labels)
-    total = torch.zeros((), device=hidden.device)
-    for chunk, targets in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS)):
-        total += checkpoint(loss, chunk, head.weight, head.bias, targets, use_reentrant=False)
-    return total
-
-
-def chunk_loss(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
-) -> torch.Tensor:
-    """Return the summed cross entropy in fp32. (F.linear_cross_entropy sums in bf16: 0.4 % off.)"""
-    # Some decoders (Mamba) return fp32 hidden states although the parameters are bf16.
-    logits = nn.functional.linear(hidden.to(weight.dtype), weight, bias)  # [chunk, vocabulary]
-    return nn.functional.cross_entropy(logits.float(), labels, reduction="sum")
-
-
-def document_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: None,
-    cu_seq_lens_q: torch.Tensor,
-    max_length_q: int,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple:
-    """Causal attention within each document of a packed sequence, for `AttentionInterface`.
-
-    SDPA would need a [length, length] mask, and would compute what the mask hides.
-
-    Args:
-        query: [1, heads, length, head size]; key and value may have fewer heads.
-        cu_seq_lens_q: int32 [documents + 1], cumulative sequence lengths.
-        max_length_q: the longest a document can be.
-        scaling: factor of the scores; None for 1 / sqrt(head size).
-
-    Raises:
-        ValueError: the model asks for something that this attention does not apply.
-    """
-    window = kwargs.get("sliding_window") or max_length_q
-    if attention_mask is not None or kwargs.get("s_aux") is not None or window < max_length_q:
-        raise ValueError("packed attention has no mask, no sinks and no sliding window")
-    # Under autocast (DDP in bf16), rotary embeddings return fp32 queries and keys.
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    if not query.is_cuda or query.dtype == torch.float32:
-        return attend_one_by_one(query, key, value, cu_seq_lens_q, scaling), None
-    output = varlen_attn(
-        *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),  # [length, heads, size]
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
-        scale=scaling,
-        window_size=(-1, 0),  # all tokens before, none after
-        enable_gqa=True,
-    )
-    return output[None], None  # [1, length, heads, head size]
-
-
-@torch.compiler.disable  # document lengths differ in every micro-batch
-def attend_one_by_one(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    boundaries: torch.Tensor,
-    scaling: float | None,
-) -> torch.Tensor:
-    """Compute the same without the variable-length kernel, which needs CUDA and half precision."""
-    lengths = [length for length in boundaries.diff().tolist() if length]
-    outputs = [
-        nn.functional.scaled_dot_product_attention(
-            *document, is_causal=True, scale=scaling, enable_gqa=True
-        )
-        for document in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
-    ]
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()  # [1, length, heads, size]
-
-
-def transformer_blocks(model: nn.Module) -> nn.ModuleList:
-    """Return the list of transformer blocks: the first list of modules in the decoder."""
-    return next(m for m in model.get_decoder().modules() if isinstance(m, nn.ModuleList))
-
-
-def modules_outside_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the embedding, the last norm, the head, and the modules that contain them."""
-    inside = set(transformer_blocks(model).modules())
-    return [module for module in model.modules() if module not in inside]
-
-
-def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
-    """Recompute the activations of blocks in backward, so that they need not be kept.
-
-    `full` keeps only a block's input, `selective` also the results that `keep_expensive` chooses. A
-    fraction applies `full` to that part of the blocks.
-    """
-    if mode == "none":
-        return
-    options = {"use_reentrant": False}
-    fraction = 1.0
-    if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
-    elif mode != "full":
-        fraction = float(mode)
-
-    def recompute(forward: Callable) -> Callable:
-        # NOTE: not functools.partial, of which torch.compile would ignore the `context_fn`.
-        return lambda *args, **kwargs: checkpoint(forward, *args, **options, **kwargs)
-
-    for i, block in enumerate(blocks):
-        # Spread the blocks over the depth: 0.5 takes every second one, 0.25 every fourth.
-        if int((i + 1) * fraction) > int(i * fraction):
-            block.forward = recompute(block.forward)
-
-
-def keep_expensive(_, operator: Any, *args, **kwargs) -> CheckpointPolicy:
-    """Keep the results of matmuls, attention and collectives, and recompute the cheap rest."""
-    expensive = ["mm.", "attention", "attn", "c10d"]  # in names such as aten.addmm.default
-    if any(part in str(operator) for part in expensive):
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def compile_blocks(blocks: Iterable[nn.Module], config: Config) -> None:
-    """Compile each block on its own: blocks are alike, so they share the compiled graphs."""
-    # With few lengths, compile a graph for each, for training and for validation. Otherwise let the
-    # compiler find one graph for all lengths.
-    few_lengths = config.pad_to_multiple_of > 1 or config.batching == "packed"
-    # After so many graphs, blocks would run in eager mode. The second limit counts all of them.
-    torch._dynamo.config.recompile_limit = 10_000
-    torch._dynamo.config.accumulated_recompile_limit = 10_000
-    for block in blocks:
-        block.compile(dynamic=False if few_lengths else None)
-
-
-@torch.no_grad()
-def initialize(
-    model: nn.Module, modules: Iterable[nn.Module], seed: int, device: torch.device
-) -> None:
-    """Give modules of `model` that are on the meta device memory and initial weights.
-
-    The weights depend only on the seed and the module's name, so every strategy and every world
-    size starts from the same model.
-    """
-    names = {module: name for name, module in model.named_modules()}
-    for module in reversed(list(modules)):  # children first
-        module.to_empty(device=device, recurse=False)
-        for parameter in module.parameters(recurse=False):
-            parameter.fill_(math.nan)  # a weight that nothing initializes fails in the first step
-        torch.manual_seed(zlib.crc32(f"{seed} {names[module]}".encode()))
-        # NOTE: this also rebuilds the rotary frequencies. They are a buffer that no checkpoint
-        # holds, and `to_empty` leaves garbage in it.
-        model._init_weights(module)
+    return (total[0] / total[1]).item()
 
 
 # --- Optimizer and schedule -----------------------------------------------------------------------
 
 
-def weight_decay_names(model: nn.Module) -> set[str]:
-    """Return the names of parameters with weight decay: matrices except embeddings.
+def build_optimizer(model: nn.Module, config: Config) -> AdamW:
+    """Build AdamW over this rank's shards; matrices decay, embeddings, norms and biases do not.
 
-    NOTE: call it before `parallelize`, because FSDP1 flattens parameters to one dimension.
+    NOTE: call it after `parallelize`, which replaces all parameters. An optimizer that was built
+    before would update tensors that the model no longer uses, and the loss would not fall.
     """
-    embeddings = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
-    return {
-        name
-        for name, parameter in model.named_parameters()
-        if parameter.ndim > 1
-        and parameter not in embeddings
-        and not name.endswith(("bias", "A_log"))  # A_log: decay rates of state-space models
-    }
-
-
-def build_optimizer(model: nn.Module, decayed: set[str], config: Config) -> AdamW:
-    """Build AdamW over this rank's parameters; `decayed` are the names with weight decay."""
-    trained = [(name, p) for name, p in optimizer_parameters(model) if p.requires_grad]
+    decayed = weight_decay_names(model)
     with_decay, without_decay = [], []
-    for name, parameter in trained:
-        (with_decay if name in decayed else without_decay).append(parameter)
-    assert len({*with_decay, *without_decay}) == len(trained), "each parameter is in one group"
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            (with_decay if name in decayed else without_decay).append(parameter)
     groups = [
         {"params": with_decay, "weight_decay": config.weight_decay},
         {"params": without_decay, "weight_decay": 0.0},
     ]
     return AdamW(groups, lr=config.learning_rate, betas=(0.9, 0.95), fused=True)
-
-
-def set_learning_rates(config: Config, num_parameters: int) -> None:
-    """Fill in the learning rates that no flag sets, by the number of parameters.
-
-    Published recipes use 6e-4 for 125M parameters and 2e-4 for 1.3B (GPT-3, arXiv 2005.14165), and
-    3e-4 for 7B and 13B (Llama 2, arXiv 2307.09288). Such rates would ruin pretrained weights.
-    """
-    peak = SMALL_MODEL_PEAK if num_parameters < 10_000_000 else 3e-4
-    if config.learning_rate is None:
-        config.learning_rate = peak / 10 if config.init_from else peak
-    if config.min_learning_rate is None:
-        config.min_learning_rate = config.learning_rate / 50
-    if config.min_learning_rate > config.learning_rate:
-        common.refuse("--min_learning_rate is above --learning_rate")
 
 
 def learning_rate_at(step: int, config: Config) -> float:
@@ -848,107 +542,74 @@ def learning_rate_at(step: int, config: Config) -> float:
     return config.min_learning_rate + cosine * (config.learning_rate - config.min_learning_rate)
 
 
-# --- Training and validation ----------------------------------------------------------------------
-
-
-def train_step(
-    model: nn.Module,
-    optimizer: Optimizer,
-    batch: common.GlobalBatch,
-    learning_rate: float,
-    config: Config,
-    device: torch.device,
-) -> dict[str, float]:
-    """Run one optimizer step; returns the mean loss of the global batch and the gradient norm."""
-    total_loss = forward_backward(model, batch, config, device)
-    grad_norm = clip_grad_norm(model, config.grad_clip or math.inf)
-    # `.item()` waits for the GPU. Wait here and not after the update, because values that are not
-    # finite must not reach the weights.
-    measured = {"loss": total_loss.item() / batch.num_targets, "grad_norm": grad_norm.item()}
-    common.refuse_non_finite(batch.step, **measured)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    optimizer_step(model, optimizer)
-    return measured
-
-
-def evaluate(
-    model: nn.Module, validation: common.Batches, config: Config, device: torch.device
-) -> float:
-    """Return the mean loss per target token in nats, on the same data for every world size."""
-    micro_batches = validation.evaluation(*dp_rank_and_size(config))
-    model.eval()
-    total = validation_loss(model, micro_batches, config, device)
-    model.train()
-    return (total[0] / total[1]).item()
-
-
 # --- Main -----------------------------------------------------------------------------------------
 
 
-def main() -> None:
-    config = common.parse_config(Config)
+def main() -> partial | None:
+    config = parse_config(Config)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    stages, replicas = config.pipeline_parallel, config.dp_replicate
+    if config.steps and ranks % stages:
+        common.refuse(f"--pipeline_parallel {stages} does not divide {ranks} ranks")
+    dp_rank, dp_size = dp_rank_and_size(config)
+    if config.steps and dp_size % replicas:
+        common.refuse(f"--dp_replicate {replicas} does not divide the {dp_size} ranks of a stage")
+    accumulation = micro_batches_per_rank(config, dp_size)
+    check_batch(config, dp_size, accumulation)
 
-    # Tokenizing can take longer than a collective may wait, so do it before the ranks meet. The
-    # first rank of a node does the work, and the others find it in the cache.
+    # Tokenizing can take longer than a collective may wait, so do it before the ranks meet.
     tokenizer = common.load_tokenizer(config.tokenizer)
     documents = common.load_documents(config, [config.text_column], common.tokenize_text, tokenizer)
     training, validation = (
-        common.Batches(part.sequences(config.max_length), config, tokenizer.eos_token_id)
-        for part in common.split(documents, config.eval_tokens)
+        common.Batches(part.split(config.max_length), config, tokenizer.eos_token_id)
+        for part in common.train_validation_split(documents, config.eval_tokens)
     )
-    model_config = build_model_config(config, tokenizer)
+    vocabulary_size = common.vocabulary_size(tokenizer)
+    model_config = build_config(config, vocabulary_size, tokenizer.eos_token_id)
     if config.steps == 0:
-        print("the data is prepared")
-        return
+        return common.say("the data is prepared")
 
     device = init_process_group(config)
-    model = build_model(config, model_config)
-    set_learning_rates(config, model.num_parameters())
-    run = common.Run(config, model, tokenizer, documents, device)
-    checkpoints = common.Checkpoints(run)
-    progress = checkpoints.find()
-
-    decayed = weight_decay_names(model)
+    model = build_model(model_config, config)
+    # Count parameters and FLOPs before the model is sharded.
+    set_learning_rates(config, default_learning_rate(config, model.num_parameters()))
+    run = Run(config, model, count_flops(model), tokenizer, documents, device)
+    # Find out before the model takes memory and time whether this run may start.
+    checkpoints = common.Checkpoints(config, run.directory, run.facts, run.save_files, device)
+    checkpoint, progress = checkpoints.find(config.resume)
     model = parallelize(model, config, device)
-    optimizer = build_optimizer(model, decayed, config)
-    if checkpoints.last:
-        common.load_checkpoint(checkpoints.last, model, optimizer)
+    optimizer = build_optimizer(model, config)
+    if checkpoint:
+        common.load_checkpoint(checkpoint, model, optimizer)
     elif config.init_from:
         common.load_weights(model, config.init_from)
+    mesh = f"{stages} stages x {replicas} x {dp_size // replicas} shards"
+    run.begin(checkpoints, progress, mesh, accumulation)
 
-    rank, size = dp_rank_and_size(config)
-    accumulation = config.global_batch_tokens // config.micro_batch_tokens  # over all ranks
-    run.begin(
-        progress,
-        f"mesh {size} x {run.world_size // size}, {accumulation // size} micro-batches per rank "
-        f"and step, {config.global_batch_tokens:,} tokens, learning rate {config.learning_rate:g}",
-    )
-    # Steps and tokens are the position in the data, so a resumed run needs no other data state.
-    for batch in training.stream(progress, config.steps, accumulation, rank, size):
-        step = batch.step
-        # For dropout.
-        torch.manual_seed(zlib.crc32(f"{config.seed} {step} {run.rank}".encode()))
-        learning_rate = learning_rate_at(step, config)
-        measured = train_step(model, optimizer, batch, learning_rate, config, device)
-        progress = {"step": step, "tokens": progress["tokens"] + batch.num_targets}
-        run.log_step(batch, **progress, **measured, learning_rate=learning_rate)
+    # Step and tokens are the position in the data, so a resumed run needs no other data state.
+    step, tokens, stopping = progress["step"], progress["tokens"], False
+    batches = training.stream(tokens, accumulation, dp_rank, dp_size)
+    while step < config.steps and not stopping:
+        step += 1
+        started = time.perf_counter()
+        batch = next(batches)
+        data_seconds = time.perf_counter() - started
+        seed_by_name(config.seed, step, rank)  # for dropout
+        measured = train_step(model, optimizer, batch, step, config, device)
+        tokens += batch.num_targets
+        # All ranks learn the longest wait for data, and whether any of them got a signal to stop.
+        data_seconds, stopping = max_over_ranks(data_seconds, run.stop_signals)
+        run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:
             loss = evaluate(model, validation, config, device)
-            run.log_validation(step, loss, validation)
-        if step % config.checkpoint_every == 0 or step == config.steps or run.stopping:
-            checkpoints.save(model, optimizer, progress)
-        if run.stopping:
-            break
+            run.log_validation(step, loss, validation.bytes_per_target())
+        if step % config.checkpoint_every == 0 or step == config.steps or stopping:
+            position = {"step": step, "tokens": tokens, "metrics_bytes": run.metrics.tell()}
+            checkpoints.save(model, optimizer, position)
     checkpoints.wait()
-
-    # The communication threads can abort at exit while a model is alive, so free it first.
-    del model, optimizer
-    gc.collect()
-    dist.barrier()
-    dist.destroy_process_group()
-    run.finish(progress["step"], checkpoints.last, NEXT_COMMAND)
+    # `launch` calls it once the model is gone and the ranks have left the process group.
+    return partial(run.finish, step, NEXT_COMMAND)
 
 
 if __name__ == "__main__":
-    common.launch(main)
+    launch(main)

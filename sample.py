@@ -62,9 +62,11 @@ def chat(model, tokenizer) -> NoReturn:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
-    parser.add_argument("model")
-    parser.add_argument("--prompt")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("model", help="a run directory, a Hugging Face directory, or a hub id")
+    parser.add_argument("--prompt", help="a text to continue")
     parser.error = refuse
     config = parser.parse_args()
     name = find_model(config.model)
@@ -78,13 +80,13 @@ def main() -> None:
         )
     model.to(torch.accelerator.current_accelerator(check_available=True))
     try:
-        while not config.prompt and not tokenizer.chat_template:
-            config.prompt = input("text to continue: ")
-        if config.prompt:
-            ids = tokenizer(config.prompt, return_tensors="pt")["input_ids"]
-            generate(model, tokenizer, ids, skip_prompt=False)
-        else:
+        text = config.prompt
+        if tokenizer.chat_template and not text:
             chat(model, tokenizer)
+        while not text:  # there is nothing to continue
+            text = input("text to continue: ")
+        ids = tokenizer(text, return_tensors="pt")["input_ids"]
+        generate(model, tokenizer, ids, skip_prompt=False)
     except (EOFError, KeyboardInterrupt):
         print()
 

@@ -31,10 +31,7 @@ def main() -> None:
         ].sum()
         num_targets += is_target.sum().item()
     loss = total / num_targets
-    sequences = data.validation.sequences
-    documents = sequences.documents.data.fast_gather(np.unique(sequences.index.document))
-    num_bytes = np.sum(documents["num_bytes"])
-    bits = loss / np.log(2) * num_targets / num_bytes
+    bits = loss / np.log(2) / data.validation.bytes_per_target()
     print(f"byte-bigram model: validation loss {loss:.4f}, {bits:.4f} bits per byte")
 
 

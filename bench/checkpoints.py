@@ -16,6 +16,7 @@ import time
 
 import shared
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 import common
 import fsdp2_pretrain as script
@@ -39,9 +40,8 @@ def main() -> None:
             precision="fp32", run_dir=f"{folders[0]}/run", keep_checkpoints=1,
         )  # fmt: skip
         session = shared.Session(script, config)
-        run = session.run()
-        checkpoints = common.Checkpoints(run)
-        run.begin({"step": 0, "metrics_bytes": 0}, "as in a benchmark")
+        run, checkpoints = session.run()
+        run.begin(checkpoints, {"step": 0, "metrics_bytes": 0}, "as in a benchmark")
         batches, step = [*session.batches(0, STEPS)], 0
 
         def seconds(kind: str) -> float:
@@ -50,14 +50,12 @@ def main() -> None:
             started = time.perf_counter()
             config.async_checkpoint = kind == "background"
             if kind == "dcp.save":
-                state = common.application_state(
-                    *common.get_state_dict(session.model, session.optimizer)
-                )
-                common.dcp.save(state, checkpoint_id=f"{folders[0]}/plain/{step}")
+                state = common.ApplicationState(session.model, session.optimizer).state_dict()
+                dcp.save(state, checkpoint_id=f"{folders[0]}/plain/{step}")
             elif kind != "none":
                 checkpoints.save(session.model, session.optimizer, {"step": step, "tokens": 0})
             for batch in batches:
-                session.train_step(batch, 1e-4)
+                session.train_step(batch)
                 step += 1
             checkpoints.wait()
             dist.barrier()
@@ -70,7 +68,7 @@ def main() -> None:
         for kind in kinds:
             seconds(kind)  # imports, first allocations
         took = [{kind: seconds(kind) for kind in kinds} for _ in range(rounds)]
-        size = sum(f.stat().st_size for f in checkpoints.last.rglob("*") if f.is_file())
+        size = sum(f.stat().st_size for f in checkpoints.newest.rglob("*") if f.is_file())
         dist.barrier()
         session.close()
     if rank == 0:

@@ -21,6 +21,7 @@ processes of the same program would differ by a few per cent.
 Writes into docs/compare.json, under the name of this machine's CPU, and draws docs/compare.png.
 """
 
+import itertools
 import json
 import math
 import os
@@ -38,7 +39,6 @@ import torch
 from contestant import TURN
 from shared import ROOT, STRATEGIES
 
-import chat
 import common
 import ddp_pretrain
 import fsdp2_sft
@@ -98,7 +98,7 @@ def prepare_pretraining(folder: Path, steps: int) -> dict[str, Any]:
     training = shared.load_data(ddp_pretrain, ddp_pretrain.Config(**flags)).training
     sequences = [
         torch.cat([micro_batch["input_ids"], micro_batch["labels"][:, -1:]], dim=1)
-        for batch in training.stream({"step": 0, "tokens": 0}, steps, 2, 0, 1)
+        for batch in itertools.islice(training.stream(0, 2, 0, 1), steps)
         for micro_batch in batch.micro_batches
     ]
     torch.save(torch.stack(sequences).view(steps, 16, 257), folder / "sequences.pt")
@@ -114,16 +114,9 @@ def prepare_pretraining(folder: Path, steps: int) -> dict[str, Any]:
 
 def prepare_fine_tuning(folder: Path, steps: int) -> dict[str, Any]:
     """Write conversations, a tokenizer with our template, and the conversations we train on."""
-    conversations = []
-    for row in chat.docstring_conversations(common.standard_library_files()):
-        texts = {"system": row["system"], "user": row["prompt"], "assistant": row["completion"]}
-        text = "".join(texts.values())
-        # Transformers' mask, which TRL uses, leaves out the last bytes of what is not ASCII.
-        if len(text) < 1950 and text.isascii():
-            messages = [{"role": role, "content": text} for role, text in texts.items()]
-            conversations.append(messages)
-    chosen = np.random.default_rng(0).permutation(len(conversations))[:2000]
-    lines = [json.dumps({"messages": conversations[i]}) + "\n" for i in chosen]
+    rows = shared.short_conversations(common.standard_library_files(), 1950)
+    chosen = np.random.default_rng(0).permutation(len(rows))[:2000]
+    lines = [json.dumps({"messages": rows[i]}) + "\n" for i in chosen]
     (folder / "conversations.jsonl").write_text("".join(lines))
     flags = {"dataset": str(folder / "conversations.jsonl")}
     data = shared.load_data(fsdp2_sft, fsdp2_sft.Config(**flags))

@@ -76,7 +76,7 @@ def script_steps(
         more: gets the fraction of padding, and the number of target tokens in the data.
         running: while it is not set, no batch is prepared.
     """
-    import common
+    from run import parse_config
 
     script = importlib.import_module(name)
 
@@ -87,7 +87,7 @@ def script_steps(
             return super().global_batch(*step)
 
     sys.argv = [f"{name}.py", *flags]
-    session = shared.Session(script, common.parse_config(script.Config), kind=InTurn)
+    session = shared.Session(script, parse_config(script.Config), kind=InTurn)
     more["num_targets"] = int(session.data.training.sequences.num_targets.sum())
     padding = []
     for batch, loss in session.steps():

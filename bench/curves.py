@@ -9,18 +9,17 @@ docs/curves.png and docs/curves.json.
 import json
 import subprocess
 import tempfile
-from pathlib import Path
 
+import losses
 import shared
 from shared import ROOT, STRATEGIES
 
 
-def losses(script: str, run_dir: str) -> list[float]:
+def train(script: str, run_dir: str) -> list[float]:
     """Run a script; returns the loss of every step."""
     command = shared.torchrun(2, script, "--run_dir", run_dir, "--grad_clip", 0)
     subprocess.run(command, cwd=ROOT, check=True)
-    lines = map(json.loads, (Path(run_dir) / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if "loss" in line]
+    return [*losses.read(run_dir, "loss").values()]
 
 
 def draw(curves: dict[str, list[float]]) -> None:
@@ -39,7 +38,7 @@ def main() -> None:
     shared.read(__doc__)
     with tempfile.TemporaryDirectory() as folder:
         scripts = [f"{name}_pretrain.py" for name in STRATEGIES]
-        curves = {script: losses(script, f"{folder}/{script}") for script in scripts}
+        curves = {script: train(script, f"{folder}/{script}") for script in scripts}
     (ROOT / "docs/curves.json").write_text(json.dumps(curves) + "\n")
     draw(curves)
     reference, *_ = curves.values()

@@ -26,7 +26,6 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # not needed
@@ -47,8 +46,9 @@ from torch.utils.flop_counter import (  # noqa: E402
 )
 from torch.utils.weak import WeakIdKeyDictionary  # noqa: E402
 
-import chat  # noqa: E402
 import common  # noqa: E402
+from model import transformer_blocks  # noqa: E402
+from run import launch, micro_batches_per_rank, parse_config  # noqa: E402
 
 SCRIPT_NAMES = shared.STRATEGIES + shared.MUON + shared.INSIDE
 SCRIPTS = [*(f"{name}_pretrain" for name in SCRIPT_NAMES), "fsdp2_sft", "fsdp2_lora"]
@@ -305,10 +305,8 @@ def adapted(script: Any) -> Iterator[None]:
     changes.append(
         (torch._meta_registrations, "_meta_grouped_mm_common", of_any_precision(grouped_mm))
     )
-    changes.append(
-        (dist, "new_subgroups_by_enumeration", unseen(dist.new_subgroups_by_enumeration))
-    )
-    changes.append((dist, "new_subgroups", unseen(dist.new_subgroups)))
+    for name in ("new_subgroups_by_enumeration", "new_subgroups"):
+        changes.append((dist, name, unseen(getattr(dist, name))))
     for name in ("init_device_mesh", "build_mesh"):
         if hasattr(script, name):
             changes.append((script, name, unseen(getattr(script, name))))
@@ -381,9 +379,9 @@ def observe(
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     # DDP: with ZeRO-1, the optimizer of a rank has some of them. LoRA: most are frozen.
-    if hasattr(model, "owners") or hasattr(script, "LoraLinear"):
+    if getattr(config, "shard_optimizer", False) or hasattr(script, "LoraLinear"):
         parameters = list(model.parameters())
-    script.train_step(model, optimizer, batch, 0.0, config, CPU)
+    script.train_step(model, optimizer, batch, 1, config, CPU)
     moments = [value for state in optimizer.state.values() for value in state.values()]
     gc.collect()  # recomputation leaves cycles of references
     for storage in list(watch.pieces):  # those left are DDP's buckets, and a few KiB
@@ -396,7 +394,7 @@ def observe(
     optimizer.register_step_pre_hook(
         lambda *_: gradients.append(nbytes(p.grad for p in parameters if p.grad is not None))
     )
-    script.train_step(model, optimizer, batch, 0.0, config, CPU)
+    script.train_step(model, optimizer, batch, 1, config, CPU)
     return nbytes(parameters), gradients[0], nbytes(moments)
 
 
@@ -412,55 +410,37 @@ def batch_of(script: Any, config: Any) -> common.GlobalBatch:
 
     All tokens of a conversation are in the loss, which is the most that can be.
     """
-    _, dp_size = script.dp_rank_and_size(config)
+    _, dp_size = shared.dp_rank_and_size(script, config)
     sequences, length = shape_of(config)
     ids = torch.zeros(sequences, length, dtype=torch.int64)
     micro_batch = {"input_ids": ids, "labels": ids}
-    if hasattr(script, "ConversationBatches"):
+    if script.__name__ in shared.MARKS:
         micro_batch["target_positions"] = torch.arange(sequences * length)
-    accumulation = config.global_batch_tokens // config.micro_batch_tokens // dp_size
     micro_batches = [
-        {name: values.clone() for name, values in micro_batch.items()} for _ in range(accumulation)
+        {name: values.clone() for name, values in micro_batch.items()}
+        for _ in range(micro_batches_per_rank(config, dp_size))
     ]
     return common.GlobalBatch(
         micro_batches, num_targets=1, num_tokens=1, squared_lengths=1, padding_fraction=0.0
     )
 
 
-def model_config_of(script: Any, config: Any, vocabulary: int) -> Any:
-    """Return the script's architecture for a tokenizer with so many ids."""
-
-    def tokenizer_with(ids: int) -> Any:
-        vocabulary = {"the last one": ids - 1}
-        return SimpleNamespace(get_vocab=lambda: vocabulary, eos_token_id=None, turn_end=None)
-
-    if not hasattr(script, "chat_tokenizer"):
-        return script.build_model_config(config, tokenizer_with(vocabulary))
-    if hasattr(script, "LoraLinear"):  # it adds none
-        return script.build_model_config(config, tokenizer_with(vocabulary), vocabulary)
-    # Fine-tuning adds the tokens of its chat template and a pad token.
-    grown = vocabulary + len(chat.TURN + chat.INSIDE) + 1
-    return script.build_model_config(config, tokenizer_with(grown), vocabulary)
-
-
 def dry_run(script: Any, config: Any, vocabulary: int, watch: Watch | None = None) -> Report:
     """Build the model and train a step as the rank that `be_rank` has named, on fake tensors."""
-    shape = model_config_of(script, config, vocabulary)
+    shape = shared.architecture(script, config, vocabulary)
     fake, watch = FakeTensorMode(allow_non_fake_inputs=True), watch or Watch()
     watch.elsewhere = elsewhere(config)
     if config.batching == "packed":  # as one document: no kernel keeps the square of attention
         changes = {"max_length": config.micro_batch_tokens, "pad_to_multiple_of": 1}
         config = dataclasses.replace(config, batching="bucketed", **changes)
     with fake_ranks(), adapted(script), fake, watch:
-        model = script.build_model(config, shape)
-        model, optimizer = shared.build(script, config, model, CPU)
+        model, optimizer = shared.build(script, shape, config, CPU)
         batch = batch_of(script, config)
         kept = observe(script, config, model, optimizer, batch, watch)
-        decayed = optimizer.param_groups[0]["params"]
-        exchanged = [p for p in decayed if hasattr(p, "muon_dtype") and p.ndim == 2]
+        exchanged = [p for p in getattr(optimizer, "matrices", ()) if p.ndim == 2]
         frozen, adapters = [], []
         if hasattr(script, "LoraLinear"):
-            inside = set(script.transformer_blocks(model).parameters())
+            inside = set(transformer_blocks(model).parameters())
             adapters = [p.shape for p in model.parameters() if p.requires_grad]
             frozen = [
                 Frozen(p.shape, p.element_size(), p in inside)
@@ -843,13 +823,33 @@ def read_options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--memory_gib", type=float, help="memory of a GPU: does the run fit?")
     parser.add_argument("--link_gbps", type=float, help="speed of a rank's link, in Gbit/s")
     parser.add_argument("--tflops", type=float, help="speed of the kernels, in TFLOP/s")
-    for name, kind in {
-        "precision": str,
-        "micro_batch_tokens": int,
-        "global_batch_tokens": int,
-    }.items():
+    kinds = {"precision": str, "micro_batch_tokens": int, "global_batch_tokens": int}
+    for name, kind in kinds.items():
         parser.add_argument(f"--{name}", type=kind, help="as in the script")
     return parser.parse_known_args()
+
+
+class Accepted(Exception):
+    """A script's `main` has accepted its flags."""
+
+
+def checked_config(script: Any) -> Any:
+    """Return the script's Config of the command line. Its `main` refuses what does not fit."""
+
+    def accept(*_: Any) -> None:
+        raise Accepted
+
+    owner, name = common, "load_tokenizer"  # after all checks
+    if hasattr(script, "LoraLinear"):  # before it asks for a base, which is not needed here
+        owner, name = script, "micro_batches_per_rank"
+    plain = getattr(owner, name)
+    setattr(owner, name, accept)
+    try:
+        script.main()
+    except Accepted:
+        return parse_config(script.Config)
+    finally:
+        setattr(owner, name, plain)
 
 
 def main() -> None:
@@ -868,7 +868,7 @@ def main() -> None:
     words += ["--global_batch_tokens", str(options.global_batch_tokens or options.ranks * micro)]
     words += ["--compile", "False"]
     sys.argv = [options.script, *words]
-    config = common.parse_config(script.Config)
+    config = checked_config(script)
     if options.vocabulary is None:
         options.vocabulary = len(common.load_tokenizer(config.tokenizer))
     report = dry_run(script, config, options.vocabulary)
@@ -876,4 +876,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    common.launch(main)
+    launch(main)

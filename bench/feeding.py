@@ -81,7 +81,7 @@ def stored(folder: str, length: int, documents: int, batches: int) -> common.Seq
     lengths = np.full(count, length - 1)
     columns = [np.arange(count), np.zeros(count, int), lengths, lengths]
     index = np.rec.fromarrays(columns, names="document,start,lengths,num_targets")
-    return common.Sequences(datasets.Dataset.from_file(path), index).sequences(499)
+    return common.Sequences(datasets.Dataset.from_file(path), index).split(499)
 
 
 def main() -> None:

@@ -27,10 +27,12 @@ import transformers
 from shared import ROOT, Session
 
 import common
+from model import count_flops
+from run import peak_flops
 
 CUDA = torch.cuda.is_available()
 NAME = torch.cuda.get_device_name() if CUDA else "cpu"
-PEAK = common.peak_flops(NAME)
+PEAK = peak_flops(NAME)
 VOCABULARY = 50257 if CUDA else 256
 WARM, STEPS = (6, 10) if CUDA else (2, 2)
 BASE: dict[str, Any] = {
@@ -92,12 +94,10 @@ def measure(what: str) -> dict[str, Any]:
     script, config = script_and_config(what, ranks)
     sequences = RandomSequences("ragged" in what, config.max_length)
     training = common.Batches(sequences, config, padding_id=0)
-    tokenizer = SimpleNamespace(get_vocab=lambda: {"the last": VOCABULARY - 1}, eos_token_id=None)
-    model_config = script.build_model_config(config, tokenizer)
+    model_config = shared.architecture(script, config, VOCABULARY)
     data = SimpleNamespace(training=training, model_config=model_config)
     session = Session(script, config, data)
-    peak_flops = PEAK and PEAK * ranks
-    flops_of = common.step_flops(session.full)  # looks through the model, which takes milliseconds
+    per_token, per_target, per_square = count_flops(session.full)
     shapes = {
         training.shape(indices): indices for indices in training.plan(0)[: 500 * config.compile]
     }
@@ -112,17 +112,18 @@ def measure(what: str) -> dict[str, Any]:
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
             started = time.perf_counter()
-        session.train_step(batch, 1e-4)  # it returns numbers, so the GPU has finished the step
+        session.train_step(batch)  # it returns numbers, so the GPU has finished the step
         if step >= WARM:
             tokens += batch.num_tokens
-            flops += flops_of(batch)
+            flops += per_token * batch.num_tokens + per_target * batch.num_targets
+            flops += per_square * batch.squared_lengths
     seconds = time.perf_counter() - started
     peak_memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     if CUDA:
         peak_memory = torch.cuda.max_memory_allocated() - left
     return {
         "tokens_per_second": tokens / seconds,
-        "mfu": peak_flops and flops / seconds / peak_flops,
+        "mfu": flops / seconds / (PEAK * ranks) if PEAK else None,
         "peak_gib": peak_memory / 2**30,
         "step_seconds": seconds / STEPS,
     }
@@ -134,12 +135,9 @@ def main() -> None:
     script.init_process_group(config)
     table: dict[str, dict] = {}
     result = {
-        "device": NAME,
-        "ranks": dist.get_world_size(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "settings": table,
-    }
+        "device": NAME, "ranks": dist.get_world_size(), "torch": torch.__version__,
+        "transformers": transformers.__version__, "settings": table,
+    }  # fmt: skip
     for what, (_, flags) in SETTINGS.items():
         if dist.get_world_size() % group_size(flags):
             continue

@@ -91,32 +91,35 @@ def observe(script_name: str, flags: dict[str, int], rank: int) -> dict[str, Any
             model=folder, precision="bf16", max_length=LENGTH,
             global_batch_tokens=LENGTH * SEQUENCES, **{"micro_batch_tokens": LENGTH, **flags},
         )  # fmt: skip
-        shape = dry_run.model_config_of(script, config, VOCABULARY)
+        shape = shared.architecture(script, config, VOCABULARY)
         watch = dry_run.Watch()
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with dry_run.fake_ranks(), dry_run.adapted(script), fake, watch:
-            full = by_block(script.build_model(config, shape).named_parameters())
-            model = script.build_model(config, shape)
-            model, optimizer = shared.build(script, config, model, dry_run.CPU)
+            full = by_block(shared.build_model(script, shape, config).named_parameters())
+            model, optimizer = shared.build(script, shape, config, dry_run.CPU)
             inner = getattr(model, "module", model)
             seen: dict[str, Any] = {"held": by_block(inner.named_parameters())}
-            seen["updated"] = by_block(script.optimizer_parameters(model))
             batch = dry_run.batch_of(script, config)
-            script.train_step(model, optimizer, batch, 0.0, config, dry_run.CPU)
+            script.train_step(model, optimizer, batch, 1, config, dry_run.CPU)
+            parameters = dict(inner.named_parameters())
+            seen["updated"] = by_block(
+                (name, p) for name, p in parameters.items() if p in optimizer.state
+            )
             watch.restart()
-            script.train_step(model, optimizer, batch, 0.0, config, dry_run.CPU)
-            sent: Counter[str] = Counter()
+            gradients: dict[str, Any] = {}
+            optimizer.register_step_pre_hook(
+                lambda *_: gradients.update((name, p.grad) for name, p in parameters.items())
+            )
+            script.train_step(model, optimizer, batch, 2, config, dry_run.CPU)
+            seen["gradients"] = by_block(pair for pair in gradients.items() if pair[1] is not None)
+            seen["sent"] = Counter()
             for call in watch.calls:
-                sent[call.kind] += call.sent
-            seen["sent"] = sent
-            script.forward_backward(model, batch, config, dry_run.CPU)
-            gradients = [(name, p.grad) for name, p in inner.named_parameters()]
-            seen["gradients"] = by_block(pair for pair in gradients if pair[1] is not None)
-            units = [module for module in inner.modules() if isinstance(module, FSDPModule)]
-            for unit in units:
-                unit.unshard()
+                seen["sent"][call.kind] += call.sent
+            for module in inner.modules():
+                if isinstance(module, FSDPModule):
+                    module.unshard()
             seen["computed"] = by_block(inner.named_parameters())
-            index, size = script.dp_rank_and_size(config)
+            index, size = shared.dp_rank_and_size(script, config)
         chunks = range(CHUNKS)
         if hasattr(script, "local_micro_batch"):
             ids = torch.zeros(1, LENGTH, dtype=torch.int64)

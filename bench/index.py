@@ -21,6 +21,7 @@ import pyarrow
 import shared
 
 import common
+from run import Flags
 
 BATCH = 1000  # documents of a record batch, as `datasets` writes them
 
@@ -67,16 +68,16 @@ def main() -> None:
     [documents] = shared.read(__doc__, documents=10**7)
     with tempfile.TemporaryDirectory() as folder:
         corpus = write(Path(folder, "corpus.arrow"), documents)
-        (training, validation), peak = measure(lambda: common.split(corpus, 10**6))
+        (training, validation), peak = measure(lambda: common.train_validation_split(corpus, 10**6))
         kept = training.index.nbytes / len(training.lengths)
         print(f"index: {kept:.0f} bytes a document, {peak / len(corpus):.0f} while it is made")
-        config = common.Flags(micro_batch_tokens=8192)
+        config = Flags(micro_batch_tokens=8192)
         targets = int(training.num_targets.sum())
         for epoch in (0, 20.5):
             batches = common.Batches(training, config, 0)
             batches.global_batch = lambda *_: SimpleNamespace()
             started = time.process_time()
-            next(batches.stream({"step": 0, "tokens": int(epoch * targets)}, 1, 8, 0, 1))
+            next(batches.stream(int(epoch * targets), 8, 0, 1))
             print(f"start in epoch {epoch}: {time.process_time() - started:.1f} CPU s")
 
 

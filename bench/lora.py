@@ -54,11 +54,8 @@ def predict(way: str, path: str, ranks: int) -> dict[str, float]:
     with contextlib.redirect_stdout(io.StringIO()):  # the script prints what it adapts
         report = dry_run.dry_run(script, config, VOCABULARY)
     rest = report.parameters + report.gradients + report.optimizer
-    return {
-        "rest": rest / dry_run.GIB,
-        "peak": report.on_device / dry_run.GIB,
-        "sent": report.sent / 1e9,
-    }
+    sizes = {"rest": rest / dry_run.GIB, "peak": report.on_device / dry_run.GIB}
+    return sizes | {"sent": report.sent / 1e9}
 
 
 def predict_all() -> list[dict[str, Any]]:

@@ -83,7 +83,7 @@ def load_data(folder: Path, config: Any) -> Any:
     sequences = data.training.sequences
     assert len(sequences.lengths) >= CONVERSATIONS
     chosen = common.Sequences(sequences.documents, sequences.index[:CONVERSATIONS])
-    data.training = fsdp2_lora.ConversationBatches(chosen, config, data.tokenizer.eos_token_id)
+    data.training = shared.batches_class(fsdp2_lora)(chosen, config, data.tokenizer.eos_token_id)
     return data
 
 
@@ -92,22 +92,17 @@ def prepare(folder: Path) -> int:
     import torch
     from transformers import Qwen2ForCausalLM
 
-    import chat
     import common
+    import conversations
     import fsdp2_lora
 
     torch.manual_seed(0)
     Qwen2ForCausalLM(shared.qwen2(256, 1024, 4, 4, 2, 320)).save_pretrained(folder / "base")
-    tokenizer, _ = fsdp2_lora.chat_tokenizer(fsdp2_lora.Config(tokenizer="bytes"))
+    config = fsdp2_lora.Config(tokenizer="bytes")
+    tokenizer, *_ = conversations.chat_tokenizer(config, "text")
     common.save_tokenizer(tokenizer, folder / "base")
-    lines = []
-    for row in chat.docstring_conversations(common.standard_library_files()[::4]):
-        texts = {"system": row["system"], "user": row["prompt"], "assistant": row["completion"]}
-        text = "".join(texts.values())
-        # Transformers' mask, which TRL uses, leaves out the last bytes of what is not ASCII.
-        if len(text) < 700 and text.isascii():
-            messages = [{"role": role, "content": text} for role, text in texts.items()]
-            lines.append(json.dumps({"messages": messages}) + "\n")
+    rows = shared.short_conversations(common.standard_library_files()[::4], 700)
+    lines = [json.dumps({"messages": messages}) + "\n" for messages in rows]
     lines = lines[:: len(lines) // (2 * CONVERSATIONS)]
     (folder / "conversations.jsonl").write_text("".join(lines))
     with contextlib.redirect_stdout(io.StringIO()):  # the script prints what it shortens
@@ -124,7 +119,7 @@ def make_session(folder: Path, batching: str) -> shared.Session:
     config = config_of(folder, batching)
     session = shared.Session(fsdp2_lora, config, load_data(folder, config))
     config.init_from = config.model
-    fsdp2_lora.identify_base(config)
+    config.base = fsdp2_lora.identify_base(Path(config.init_from))
     fsdp2_lora.load_weights(session.model, config.init_from)
     return session
 
@@ -178,7 +173,7 @@ def check(folder: Path) -> dict[str, Any]:
     for first in range(0, steps * per_rank * 2, per_rank * 2):
         parts = torch.arange(first, first + per_rank * 2).view(2, per_rank).numpy()
         batch = session.data.training.global_batch([*parts], dist.get_rank(), 2)
-        ours.append(session.train_step(batch, RATE))
+        ours.append(session.train_step(batch))
     trainer = make_trainer(
         folder, max_steps=steps, logging_steps=1, train_sampling_strategy="sequential"
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 import shared
 
 
-def read(run_dir: str, name: str) -> dict[int, float]:
+def read(run_dir: str | Path, name: str) -> dict[int, float]:
     """Return step -> a number of metrics.jsonl."""
     lines = map(json.loads, Path(run_dir, "metrics.jsonl").read_text().splitlines())
     return {line["step"]: line[name] for line in lines if name in line}

@@ -159,9 +159,8 @@ class Mesh:
         width, feed_forward, blocks, heads = SHAPES[self.model]
         numbers = blocks * (2 * width**2 + 16 * width * width // heads + 3 * width * feed_forward)
         in_stage = numbers / (self.tp * self.pp)
-        of_token = (
-            (2 if self.recompute == "full" else 24) * width * blocks
-        )  # S micro-batches of L/S blocks
+        # S micro-batches of L/S blocks.
+        of_token = (2 if self.recompute == "full" else 24) * width * blocks
         activations = of_token * LENGTH / (self.tp * self.cp)
         return in_stage * (6 + 16 / (self.dp * self.cp)) + activations < MEMORY
 

@@ -56,16 +56,12 @@ class Contestant:
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.optimizer_seconds: list[float] = []
+        optimizer = self.session.optimizer
+        optimizer.step = timed(optimizer.step, self.optimizer_seconds)
 
     def step(self) -> None:
-        script, config = self.session.script, self.session.config
-        batch = next(self.stream)
-        torch.manual_seed(config.seed + batch.step)
-        plain = script.optimizer_step
-        script.optimizer_step = timed(plain, self.optimizer_seconds)
         train = timed(self.session.train_step, self.seconds)
-        self.losses.append(train(batch, script.learning_rate_at(batch.step, config)))
-        script.optimizer_step = plain
+        self.losses.append(train(next(self.stream), 1 + len(self.losses)))
 
     def result(self) -> dict[str, Any]:
         """Return losses and CPU seconds over all ranks. A collective."""
@@ -90,7 +86,7 @@ def measure_bytes(data: Any) -> dict[str, float]:
     """Return what Muon and torch.optim.Muon, which knows only bf16, send on the same shards."""
     config = fsdp2_muon_pretrain.Config(precision="bf16")
     session = shared.Session(fsdp2_muon_pretrain, config, data)
-    matrices = [p for p in session.model.parameters() if hasattr(p, "muon_dtype")]
+    matrices = [p for p in session.model.parameters() if p in session.optimizer.matrices]
     peer = torch.optim.Muon(matrices, lr=1e-3, adjust_lr_fn="match_rms_adamw")
     return {"ours": sent(session.optimizer), "torch.optim.Muon": sent(peer)}
 
@@ -157,7 +153,7 @@ def train(steps: int) -> None:
                 print(f"step {step}\n{describe(result)}", flush=True)
     for name, contestant in contestants.items():
         one = contestant.session
-        loss = one.script.evaluate(one.model, data.validation, one.config, one.device)
+        loss = shared.evaluate(one.script, one.model, data.validation, one.config, one.device)
         result["runs"][name]["validation"] = loss
         one.close()
     if dist.get_rank() == 0:

@@ -20,6 +20,7 @@ import torch
 from dry_run import GIB
 
 import ddp_pretrain
+import model
 
 VOCABULARY = 50257
 STEP = 16384  # tokens
@@ -37,7 +38,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
 
 
 def row(setting: str) -> str:
-    flags, ddp_pretrain.CHUNK_TOKENS = SETTINGS[setting]
+    flags, model.CHUNK_TOKENS = SETTINGS[setting]
     flags = {"micro_batch_tokens": STEP, "global_batch_tokens": STEP} | flags
     seen = strategies.report("ddp", "qwen2-0.5b", VOCABULARY, 1, **flags)
     state = ("parameters", "gradients", "optimizer state")

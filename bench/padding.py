@@ -17,6 +17,7 @@ import shared
 import common
 import fsdp2_pretrain
 import fsdp2_sft
+from run import Flags
 
 PLANS = {
     "bucketed": {},
@@ -44,7 +45,7 @@ def main() -> None:
     rng = np.random.default_rng(0)
     length = np.minimum(rng.lognormal(5.5, 1, documents).astype(np.int64) + 1, 2048)
     for batching in ("bucketed", "packed"):
-        config = common.Flags(batching=batching, micro_batch_tokens=8192)
+        config = Flags(batching=batching, micro_batch_tokens=8192)
         started = time.perf_counter()
         common.Batches(SimpleNamespace(lengths=length), config, 0).plan(0)
         print(f"plan of {documents:,} documents, {batching}: {time.perf_counter() - started:.1f} s")

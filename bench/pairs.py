@@ -52,7 +52,8 @@ WITH_EXPERTS = [name for name in SCRIPTS if name not in ("tp", "nd")]
 STYLES = ["stateful", "separate"]
 STEPS = 2
 FLAGS: dict[str, Any] = {  # without clipping, because each script sums the norm in its own order
-    "grad_clip": 0.0, "micro_batch_tokens": 512, "global_batch_tokens": 1024,
+    "learning_rate": 1e-2, "min_learning_rate": 1e-2, "warmup_steps": 0, "grad_clip": 0.0,
+    "micro_batch_tokens": 512, "global_batch_tokens": 1024,
     "activation_checkpointing": "0.5",  # must not show in the names
 }  # fmt: skip
 OWN: dict[str, dict[str, Any]] = {
@@ -62,7 +63,7 @@ OWN: dict[str, dict[str, Any]] = {
 
 
 def train(session: Session, first: int, last: int) -> list[float]:
-    return [session.train_step(batch, 1e-2) for batch in session.batches(first, last)]
+    return [session.train_step(batch) for batch in session.batches(first, last)]
 
 
 def moments(session: Session) -> dict[str, torch.Tensor]:
@@ -87,9 +88,9 @@ def save(session: Session, run_dir: Path, style: str) -> Path:
     """Save a checkpoint as the script's `main` does; returns its directory."""
     session.config.run_dir = str(run_dir)
     session.config.checkpoint_style = style
-    checkpoints = common.Checkpoints(session.run())
+    _, checkpoints = session.run()
     checkpoints.save(session.model, session.optimizer, {"step": STEPS, "tokens": 0})
-    return checkpoints.last
+    return checkpoints.newest
 
 
 def table(

@@ -20,7 +20,6 @@ A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of
     bubble                           what stages wait, of docs/bubble.json
     rows                             what becomes of rows of conversations (bench/rows.py)
     break_even                       compute or network, by formula (bench/break_even.py)
-    diffs                            from fsdp2_pretrain.py to each script (bench/diffs.py)
     pretraining, fine-tuning, steps  speed beside bare loops and libraries, of docs/compare.json
 """
 
@@ -35,7 +34,6 @@ from collections.abc import Callable
 import break_even
 import bubble
 import compare
-import diffs
 import lora
 import lora_peer
 import meshes
@@ -64,7 +62,8 @@ def flags() -> str:
     scripts += ["fsdp2_sft", "fsdp2_lora", "fsdp2_grpo"]
     configs = {script: importlib.import_module(script).Config for script in scripts}
     fields = {
-        script: {f.name: f for f in dataclasses.fields(configs[script])} for script in scripts
+        script: {f.name: f for f in dataclasses.fields(configs[script]) if f.init}
+        for script in scripts
     }
     for name in dict.fromkeys(name for script in scripts for name in fields[script]):
         having = [script for script in scripts if name in fields[script]]
@@ -101,7 +100,6 @@ def parts() -> dict[str, Callable[[], str]]:
         "experts": strategies.experts_table,
         "rows": rows.rows_table,
         "sampling": strategies.sampling_table,
-        "diffs": diffs.diffs,
         "break_even": break_even.table,
         "steps": lambda: compare.steps_table(compared),
     }
@@ -113,15 +111,11 @@ def parts() -> dict[str, Callable[[], str]]:
 def lines_of(file: str, first: str, last: str) -> str:
     """Return lines of a script as a code block, without the indentation that they share.
 
-    The first is the first line below the header of a section that contains `first`, and in
-    by_hand/ the first below the imports.
+    The first is the first one that contains `first` below the header of the file's first section,
+    in by_hand/ below the imports.
     """
     lines = (ROOT / file).read_text().splitlines()
-    above = "# --- Strategy" if file.endswith("_pretrain.py") else "# --- Config"
-    if file == "chat.py":
-        above = "# --- Chat templates"
-    if file.startswith("by_hand/"):
-        above = "dist.init_process_group"
+    above = "dist.init_process_group" if file.startswith("by_hand/") else "# --- "
     start = next(i for i, line in enumerate(lines) if line.startswith(above))
     begin = next(i for i in range(start, len(lines)) if first in lines[i])
     end = next(i for i in range(begin, len(lines)) if last in lines[i])

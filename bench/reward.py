@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import losses
 import shared
 from shared import ROOT
 
@@ -24,14 +25,6 @@ def run(folder: str, script: str, *words: Any) -> float:
     command = shared.torchrun(2, ROOT / f"{script}.py", *words)
     subprocess.run(command, cwd=folder, check=True)
     return time.perf_counter() - began
-
-
-def rewards(run_dir: Path) -> dict[int, float]:
-    """Return the validation reward by step."""
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return {
-        line["step"]: line["validation_reward"] for line in lines if "validation_reward" in line
-    }
 
 
 def draw(seen: list[dict[int, float]]) -> None:
@@ -55,7 +48,7 @@ def main() -> None:
             run_dir = Path(folder, f"runs/seed_{seed}")
             words = ["--init_from", "runs/fsdp2_sft", "--seed", seed, "--run_dir", run_dir]
             seconds = run(folder, "fsdp2_grpo", *words)
-            seen.append(rewards(run_dir))
+            seen.append(losses.read(run_dir, "validation_reward"))
             first, *_, last = seen[-1].values()
             print(f"seed {seed}: from {first:.2f} to {last:.2f} in {seconds:.0f} s")
     (ROOT / "docs/reward.json").write_text(json.dumps(seen, indent=2) + "\n")

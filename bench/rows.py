@@ -5,15 +5,14 @@
 It is the table of docs/data.md.
 """
 
-import copy
 import json
 from collections.abc import Callable
 
 import numpy as np
 import shared
 
-import chat
 import common
+import conversations
 import fsdp2_grpo
 import fsdp2_sft
 
@@ -45,10 +44,12 @@ ROWS = [
 ]
 
 
-def became(row: dict, function: Callable, tokenizer: common.Tokenizer) -> str:
+def became(row: dict, function: Callable, tokenizer: common.Tokenizer, **arguments: str) -> str:
     """Return the text of a row that is in the loss (in RL, the reference), or why there is none."""
     rows = {common.JSON: [json.dumps(row)]}
-    [made] = common.tokenize(rows, chat.COLUMNS, function, tokenizer, np.uint32).to_pylist()
+    columns = conversations.COLUMNS
+    table = common.tokenize(rows, columns, function, tokenizer, np.uint32, **arguments)
+    [made] = table.to_pylist()
     if made["left_out"]:
         return f"left out: they {made['left_out']}"
     text = tokenizer.decode(np.array(made["tokens"])[made["in_loss"]])
@@ -59,13 +60,12 @@ def became(row: dict, function: Callable, tokenizer: common.Tokenizer) -> str:
 
 def rows_table() -> str:
     """Return the table, with a tokenizer that got the collection's template."""
-    tokenizer = copy.deepcopy(fsdp2_sft.chat_tokenizer(fsdp2_sft.Config())[0])
+    tokenizer, form, _ = conversations.chat_tokenizer(fsdp2_sft.Config(), "new tokens")
     lines = ["| row | in the loss of fine-tuning | reference in RL |", "| --- | --- | --- |"]
     for row in ROWS:
         shown = json.dumps(row).replace(json.dumps(QUESTION), "Q").replace(json.dumps(ANSWER), "A")
-        cells = [f"`{shown}`"]
-        for way in (fsdp2_sft.tokenize_conversation, fsdp2_grpo.tokenize_prompt):
-            cells.append(became(row, way, tokenizer))
+        tuned = became(row, fsdp2_sft.tokenize_conversation, tokenizer, header=form.header)
+        cells = [f"`{shown}`", tuned, became(row, fsdp2_grpo.tokenize_prompt, tokenizer)]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 

@@ -34,10 +34,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache
 
-import chat
 import common
+import conversations
 import fsdp2_grpo as script
 import fsdp2_sft
+from model import SHAPES
 
 ANSWERS = 8
 CPU = torch.device("cpu")
@@ -126,7 +127,7 @@ def compare_sampling(rounds: int, folder: str, prompts: list[np.ndarray], ends: 
         show(f"{length} tokens", "sample", name, take_turns(rounds, own, other))
 
 
-def compare_steps(rounds: int, folder: str, conversations: list[chat.Messages]) -> None:
+def compare_steps(rounds: int, folder: str, asked: list[conversations.Messages]) -> None:
     """Run TRL's trainer, with a step of the script before each of its own."""
     import trl
     from datasets import Dataset
@@ -137,24 +138,26 @@ def compare_steps(rounds: int, folder: str, conversations: list[chat.Messages]) 
     script.reward = lambda prompt, answer, reference: float(len(answer) % 7)
     config = script.Config(
         init_from=folder, model=folder, tokenizer=folder, prompts=8, answers=ANSWERS,
-        answer_length=64, max_length=448, learning_rate=1e-6, precision="fp32",
+        answer_length=64, max_length=448, learning_rate=1e-6, warmup_steps=0, precision="fp32",
     )  # fmt: skip
-    own_tokenizer = script.chat_tokenizer(config)
-    documents = common.load_documents(config, chat.COLUMNS, script.tokenize_prompt, own_tokenizer)
-    prompts, _ = common.split(documents, 0)
+    own_tokenizer, form, known_ids = conversations.chat_tokenizer(config, "known tokens")
+    documents = common.load_documents(
+        config, conversations.COLUMNS, script.tokenize_prompt, own_tokenizer, conversations.CORPORA
+    )
+    prompts, _ = common.train_validation_split(documents, 0)
     training = script.leave_out_long(prompts, config)
-    model_config = script.build_model_config(config, own_tokenizer)
-    model = script.build_model(config, model_config)
-    model, optimizer = shared.build(script, config, model, CPU)
+    generation = conversations.base_generation(config, own_tokenizer, form.turn_end)
+    model_config = shared.architecture(script, config, known_ids, ends=generation.eos_token_id)
+    model, optimizer = shared.build(script, model_config, config, CPU)
     common.load_weights(model, folder)
     run = SimpleNamespace(
         config=config, tokenizer=own_tokenizer, model_config=model_config, device=CPU,
-        stop_requested=0,
+        stop_signals=0,
     )  # fmt: skip
 
     def step(number: int) -> None:
         batch, _ = script.roll_out(model, training, number, run)
-        script.train_step(model, None, optimizer, batch, 1e-6, config, CPU)
+        script.train_step(model, optimizer, batch, number, config, CPU)
 
     seen: list[tuple[float, float]] = []
 
@@ -175,7 +178,7 @@ def compare_steps(rounds: int, folder: str, conversations: list[chat.Messages]) 
     )  # fmt: skip
     trainer = trl.GRPOTrainer(
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), args=arguments,
-        train_dataset=Dataset.from_list([{"prompt": messages} for messages in conversations]),
+        train_dataset=Dataset.from_list([{"prompt": messages} for messages in asked]),
         processing_class=tokenizer, callbacks=[Turns()],
         reward_funcs=lambda completions, **_: [float(len(str(c)) % 7) for c in completions],
     )  # fmt: skip
@@ -189,23 +192,22 @@ def main() -> None:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     script.init_process_group(script.Config())
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer, _ = fsdp2_sft.chat_tokenizer(fsdp2_sft.Config())
+        tokenizer, _, _ = conversations.chat_tokenizer(fsdp2_sft.Config(), "new tokens")
         torch.manual_seed(0)
-        shape = AutoConfig.for_model(vocab_size=320, **script.SHAPES["tiny"])
+        shape = AutoConfig.for_model(vocab_size=320, **SHAPES["tiny"])
         AutoModelForCausalLM.from_config(shape, dtype=torch.float32).save_pretrained(folder)
         common.save_tokenizer(tokenizer, Path(folder))
-        conversations, prompts = [], []
-        for row in chat.docstring_conversations(common.standard_library_files()):
-            messages = [
-                {"role": "system", "content": row["system"]},
-                {"role": "user", "content": row["prompt"]},
-            ]
+        asked, prompts = [], []
+        for row in conversations.docstring_conversations(common.standard_library_files()):
+            texts = {"system": row["system"], "user": row["prompt"]}
+            messages = [{"role": role, "content": text} for role, text in texts.items()]
             text = tokenizer.apply_chat_template(
                 messages, tokenize=False, add_generation_prompt=True
             )
-            ids = np.array(script.encode(tokenizer, text), np.uint32)
+            encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+            ids = np.array(encoding.ids, np.uint32)
             if len(ids) <= 384:
-                conversations.append(messages)
+                asked.append(messages)
                 prompts.append(ids)
         print("| what | ours | CPU s, best, median | against | CPU s | ratio, best, median |")
         print("| --- | --- | --- | --- | --- | --- |", flush=True)
@@ -215,7 +217,7 @@ def main() -> None:
         except ImportError as problem:
             print(f"GRPO step: left out, because TRL is missing ({problem}); see --help")
         else:
-            compare_steps(rounds, folder, conversations)
+            compare_steps(rounds, folder, asked)
 
 
 if __name__ == "__main__":

@@ -6,17 +6,20 @@ Importing it puts the scripts on the path. It is not a program.
 import argparse
 import gc
 import importlib
+import inspect
 import itertools
+import math
 import os
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as common.launch
+os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as run.launch
 STRATEGIES = ["ddp", "fsdp1", "fsdp2"]
 MUON = ["fsdp2_muon"]
 # A group of ranks shares each layer, each sequence, the blocks, or the experts.
@@ -85,12 +88,25 @@ def qwen2(width: int, inner: int, blocks: int, heads: int, groups: int, vocabula
 
 
 # --- What a script's `main` makes -----------------------------------------------------------------
-# Libraries are imported inside functions, because the peers of bench/compare.py lack some of them.
+# What differs between the scripts' mains is known here alone. Libraries are imported inside
+# functions, because the peers of bench/compare.py lack some of them.
+
+# Of scripts that fine-tune: what marks a turn, and the default peak learning rates of small and
+# large models.
+MARKS = {"fsdp2_sft": "new tokens", "fsdp2_lora": "text"}
+RATES = {"fsdp2_sft": (2e-3, 2e-5), "fsdp2_lora": (1e-2, 2e-4), "fsdp2_grpo": (5e-4, 1e-6)}
+
+
+def call(function: Callable, **values: Any) -> Any:
+    """Call a script's function with those of the values that its parameters name."""
+    names = inspect.signature(function).parameters
+    return function(**{name: values[name] for name in values if name in names})
 
 
 def script_and_config(docstring: str | None) -> tuple[Any, Any]:
     """Return the script that the command line names, and its Config of the words that follow."""
-    import common
+    from common import Refusal
+    from run import parse_config
 
     reader, names = parser(docstring), STRATEGIES + MUON + INSIDE
     reader.add_argument("script", choices=[f"{name}_pretrain.py" for name in names])
@@ -98,16 +114,24 @@ def script_and_config(docstring: str | None) -> tuple[Any, Any]:
     script = importlib.import_module(Path(given.script).stem)
     sys.argv = [given.script, *words]
     try:
-        return script, common.parse_config(script.Config)
-    except common.Refusal as refusal:
+        return script, parse_config(script.Config)
+    except Refusal as refusal:
         sys.exit(f"error: {refusal}")
 
 
-def batches_class(script: Any) -> type:
-    """Return the script's own class of batches, or common's."""
-    import common
+def dp_rank_and_size(script: Any, config: Any) -> tuple[int, int]:
+    """Return this rank's index among the data-parallel ranks, and how many there are."""
+    if hasattr(script, "dp_rank_and_size"):
+        return script.dp_rank_and_size(config)
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
-    return getattr(script, "ConversationBatches", common.Batches)
+
+def batches_class(script: Any) -> type:
+    """Return the class of the script's batches."""
+    import common
+    import conversations
+
+    return conversations.ConversationBatches if script.__name__ in MARKS else common.Batches
 
 
 def load_data(script: Any, config: Any, kind: type | None = None) -> SimpleNamespace:
@@ -116,43 +140,109 @@ def load_data(script: Any, config: Any, kind: type | None = None) -> SimpleNames
     Args:
         kind: the class of the batches, if not the script's own.
     """
-    import chat
     import common
+    import conversations
 
     os.environ.setdefault("RANK", "0")  # `common.say` prints on rank 0
     kind = kind or batches_class(script)
-    if hasattr(script, "chat_tokenizer"):
-        tokenizer, known_ids = script.chat_tokenizer(config)
-        columns, function = chat.COLUMNS, script.tokenize_conversation
-        model_config = script.build_model_config(config, tokenizer, known_ids)
+    if script.__name__ in MARKS:
+        tokenizer, form, known_ids = conversations.chat_tokenizer(config, MARKS[script.__name__])
+        columns, function = conversations.COLUMNS, script.tokenize_conversation
+        more = {"corpora": conversations.CORPORA, "header": form.header}
+        ends = conversations.base_generation(config, tokenizer, form.turn_end).eos_token_id
+        shorten = conversations.truncate
     else:
         tokenizer = common.load_tokenizer(config.tokenizer)
-        columns, function = [config.text_column], common.tokenize_text
-        model_config = script.build_model_config(config, tokenizer)
-    documents = common.load_documents(config, columns, function, tokenizer)
-    shorten = getattr(script, "truncate", common.Sequences.sequences)
-    parts = common.split(documents, config.eval_tokens)
-    parts = [shorten(part, config.max_length) for part in parts]
-    training, validation = (kind(part, config, tokenizer.eos_token_id) for part in parts)
-    return SimpleNamespace(
-        tokenizer=tokenizer,
-        documents=documents,
-        training=training,
-        validation=validation,
-        model_config=model_config,
+        known_ids, ends = common.vocabulary_size(tokenizer), tokenizer.eos_token_id
+        columns, function, more = [config.text_column], common.tokenize_text, {}
+        shorten = common.Sequences.split
+    documents = common.load_documents(config, columns, function, tokenizer, **more)
+    data = SimpleNamespace(tokenizer=tokenizer, documents=documents)
+    parts = common.train_validation_split(documents, config.eval_tokens)
+    data.training, data.validation = (
+        kind(shorten(part, config.max_length), config, tokenizer.eos_token_id) for part in parts
     )
+    added = common.vocabulary_size(tokenizer) - known_ids
+    data.model_config = architecture(script, config, known_ids, added, ends)
+    return data
 
 
-def build(script: Any, config: Any, model: Any, device: Any) -> tuple[Any, Any]:
-    """Return the script's model, parallelized and initialized, and its optimizer.
+def short_conversations(files: list[str], longest: int) -> list[list[dict[str, str]]]:
+    """Return embedded conversations of fewer characters, as messages.
+
+    In ASCII: transformers' mask, which TRL uses, leaves out the last bytes of other text.
+    """
+    from conversations import docstring_conversations
+
+    found = []
+    for row in docstring_conversations(files):
+        texts = {"system": row["system"], "user": row["prompt"], "assistant": row["completion"]}
+        text = "".join(texts.values())
+        if len(text) < longest and text.isascii():
+            found.append([{"role": role, "content": text} for role, text in texts.items()])
+    return found
+
+
+def architecture(
+    script: Any, config: Any, known_ids: int, added: int | None = None, ends: Any = None
+) -> Any:
+    """Return the script's model configuration for a tokenizer with so many ids.
 
     Args:
-        model: of `build_model`, on the meta device.
+        added: ids of the chat template; by default as many as fine-tuning adds to a tokenizer.
+        ends: ids that end a text.
     """
-    script.set_learning_rates(config, model.num_parameters())
-    decayed = script.weight_decay_names(model)
+    import conversations
+    from model import build_config
+
+    model_config = build_config(config, known_ids, ends)
+    if script.__name__ == "fsdp2_sft":
+        tokens = [*conversations.TURN, *conversations.INSIDE, "<|pad|>"]
+        vocabulary = known_ids + (len(tokens) if added is None else added)
+        if vocabulary > model_config.vocab_size:
+            model_config.vocab_size = math.ceil(vocabulary / 64) * 64
+    return model_config
+
+
+def build_model(script: Any, model_config: Any, config: Any) -> Any:
+    """Return the script's model on the meta device."""
+    import torch
+
+    import model
+
+    if script.__name__ == "fsdp2_grpo":
+        return script.build_policy(model_config, config, None)
+    loss = None
+    if script.__name__ == "fsdp2_tp_pretrain" or getattr(config, "tensor_parallel", 1) > 1:
+        loss = script.vocabulary_parallel_loss
+    made = model.build_model(model_config, config, loss)
+    if script.__name__ == "fsdp2_lora":
+        with torch.device("meta"):
+            script.add_adapters(made, config)
+    return made
+
+
+def build(script: Any, model_config: Any, config: Any, device: Any) -> tuple[Any, Any]:
+    """Return the script's model, parallelized and initialized, and its optimizer."""
+    from model import weight_decay_names
+    from run import set_learning_rates
+
+    model = build_model(script, model_config, config)
+    size = model.num_parameters()
+    if rates := RATES.get(script.__name__):
+        set_learning_rates(config, rates[size >= 10_000_000], ratio=10)
+    else:
+        set_learning_rates(config, script.default_learning_rate(config, size))
+    if hasattr(script, "set_momentum"):
+        script.set_momentum(config, model)
+    decayed = weight_decay_names(model)
     model = script.parallelize(model, config, device)
-    return model, script.build_optimizer(model, decayed, config)
+    return model, call(script.build_optimizer, model=model, decayed=decayed, config=config)
+
+
+def evaluate(script: Any, model: Any, validation: Any, config: Any, device: Any) -> float:
+    """Return the mean loss of the validation batches."""
+    return call(script.evaluate, model=model, validation=validation, config=config, device=device)
 
 
 class Session:
@@ -178,50 +268,57 @@ class Session:
         self.device = torch.device("cpu")
         if torch.cuda.is_available():
             self.device = torch.device("cuda", torch.cuda.current_device())
-        self.full = script.build_model(config, self.data.model_config)
-        model = script.build_model(config, self.data.model_config)
-        self.model, self.optimizer = build(script, config, model, self.device)
+        model_config = self.data.model_config
+        self.full = build_model(script, model_config, config)
+        self.model, self.optimizer = build(script, model_config, config, self.device)
         if config.init_from:
             common.load_weights(self.model, config.init_from)
 
     def batches(self, first: int, last: int) -> Iterator[Any]:
         """Yield this rank's part of the global batches of the steps [first, last)."""
-        accumulation = self.config.global_batch_tokens // self.config.micro_batch_tokens
-        part = self.script.dp_rank_and_size(self.config)
-        start = {"step": 0, "tokens": 0}
-        stream = self.data.training.stream(start, last, accumulation, *part)
-        return itertools.islice(stream, first, None)
+        from run import micro_batches_per_rank
 
-    def train_step(self, batch: Any, learning_rate: float = 0.0) -> float:
+        dp_rank, dp_size = dp_rank_and_size(self.script, self.config)
+        number = micro_batches_per_rank(self.config, dp_size)
+        stream = self.data.training.stream(0, number, dp_rank, dp_size)
+        return itertools.islice(stream, first, last)
+
+    def measured_step(self, batch: Any, step: int) -> dict[str, float]:
+        """Run a step, with the learning rate of the step of this number."""
+        model, optimizer = self.model, self.optimizer
+        return self.script.train_step(model, optimizer, batch, step, self.config, self.device)
+
+    def train_step(self, batch: Any, step: int = 1) -> float:
         """Run a step; returns its mean loss."""
-        measured = self.script.train_step(
-            self.model, self.optimizer, batch, learning_rate, self.config, self.device
-        )
-        return measured["loss"]
+        return self.measured_step(batch, step)["loss"]
 
-    def run(self) -> Any:
-        """Return the run of the script's `main`."""
-        import common
+    def run(self) -> tuple[Any, Any]:
+        """Return the run of the script's `main`, which has not begun, and its checkpoints."""
+        from common import Checkpoints
+        from model import count_flops
+        from run import Run
 
-        data = self.data
-        return common.Run(self.config, self.full, data.tokenizer, data.documents, self.device)
+        config, data, flops = self.config, self.data, count_flops(self.full)
+        run = Run(config, self.full, flops, data.tokenizer, data.documents, self.device)
+        return run, Checkpoints(config, run.directory, run.facts, run.save_files, self.device)
 
     def steps(self) -> Iterator[tuple[Any, float]]:
         """Run the loop of `main` without validation and checkpoints: each step's batch and loss."""
-        import torch
+        from model import seed_by_name
+        from run import max_over_ranks
 
-        config, run = self.config, self.run()
-        run.begin({"step": 0, "metrics_bytes": 0}, "as in a benchmark")
-        tokens = 0
-        for batch in self.batches(0, config.steps):
-            step = batch.step
-            torch.manual_seed(config.seed + step * run.world_size + run.rank)
-            learning_rate = self.script.learning_rate_at(step, config)
-            measured = self.script.train_step(
-                self.model, self.optimizer, batch, learning_rate, config, self.device
-            )
+        (run, checkpoints), config = self.run(), self.config
+        run.begin(checkpoints, {"step": 0, "metrics_bytes": 0}, "as in a benchmark")
+        batches, tokens = self.batches(0, config.steps), 0
+        for step in range(1, config.steps + 1):
+            started = time.perf_counter()
+            batch = next(batches)
+            data_seconds = time.perf_counter() - started
+            seed_by_name(config.seed, step, run.rank)
+            measured = self.measured_step(batch, step)
             tokens += batch.num_targets
-            run.log_step(batch, step=step, tokens=tokens, **measured, learning_rate=learning_rate)
+            data_seconds, _ = max_over_ranks(data_seconds, run.stop_signals)
+            run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
             yield batch, measured["loss"]
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ def first(*arguments):
 
 fsdp2_pretrain.train_step = first
 sys.argv = ["fsdp2_pretrain.py", "--run_dir", sys.argv[1] + "/run"]
-fsdp2_pretrain.common.launch(fsdp2_pretrain.main)
+fsdp2_pretrain.launch(fsdp2_pretrain.main)
 """
 
 BARE = """
@@ -72,9 +72,9 @@ def main() -> None:
     [rounds] = shared.read(__doc__, rounds=5)
     from transformers import AutoConfig
 
-    import fsdp2_pretrain
+    from model import SHAPES
 
-    shape = fsdp2_pretrain.SHAPES["tiny"]
+    shape = SHAPES["tiny"]
     with tempfile.TemporaryDirectory() as folder:
         AutoConfig.for_model(vocab_size=320, **shape).save_pretrained(folder)
         ids = np.random.default_rng(0).integers(0, 256, 2 * 4 * 513)

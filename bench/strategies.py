@@ -31,14 +31,16 @@ import importlib
 import json
 import tempfile
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import shared
 import torch
 from dry_run import GIB, MIB, Report, Watch, be_rank, dry_run
 from shared import ROOT, STRATEGIES, qwen2
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
+
+from model import build_config, build_model
+from run import Flags
 
 SHAPES = {  # Qwen2.5's
     "0.5B": qwen2(896, 4864, 24, 14, 2, 151936),
@@ -88,12 +90,9 @@ MICRO_BATCHES = (1, 4)  # of a rank and step
 
 def traffic_table(ranks: int = 8) -> str:
     """Return Markdown; sizes in GB = 10^9 bytes, traffic is what each rank sends."""
-    import fsdp2_pretrain
-
-    config = fsdp2_pretrain.Config(model="qwen2-0.5b")
-    tokenizer = SimpleNamespace(get_vocab=lambda: {"last": 50256}, eos_token_id=None)
-    shape = fsdp2_pretrain.build_model_config(config, tokenizer)
-    model = fsdp2_pretrain.build_model(config, shape)
+    config = Flags(model="qwen2-0.5b")
+    shape = build_config(config, 50257, None)
+    model = build_model(shape, config)
     head = model.get_output_embeddings().weight.numel()  # and embedding, which are tied
     blocks, width = shape.num_hidden_layers, shape.hidden_size
     keys = width * shape.num_key_value_heads // shape.num_attention_heads
@@ -454,14 +453,12 @@ def stages_table() -> str:
 
 def experts() -> None:
     """Compute the table: GPUs -> with and without EP, GiB and GB per rank."""
-    import fsdp2_ep_pretrain
-
     seen: dict[str, dict[str, dict[str, float]]] = {}
     flags = {"max_length": LENGTH // 2, "micro_batch_tokens": LENGTH} | FULL
     own = {"fsdp2": {}, "fsdp2_ep": {"expert_parallel": EXPERT_PARALLEL}}
     with tempfile.TemporaryDirectory() as folder:
-        named = fsdp2_ep_pretrain.SHAPES["qwen3-30b-a3b"]
-        AutoConfig.for_model(vocab_size=151936, **named).save_pretrained(folder)
+        named = build_config(Flags(model="qwen3-30b-a3b"), 151936, None)
+        named.save_pretrained(folder)
         for ranks in (8, 64, 512):
             seen[str(ranks)] = {}
             for strategy, more in own.items():

@@ -28,6 +28,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer
 
 import common
+from run import Flags
 
 END = "<|endoftext|>"
 LLAMA3 = (
@@ -59,7 +60,7 @@ def cpu_seconds() -> float:
 
 def ours(name: str, turn: int) -> int:
     common.CACHE_VERSION = f"{name} {turn}"  # nothing is in the cache
-    config = common.Flags(tokenizer=name)
+    config = Flags(tokenizer=name)
     tokenizer = common.load_tokenizer(name)
     documents = common.load_documents(config, ["text"], common.tokenize_text, tokenizer)
     return int(np.sum(documents.data["lengths"]))
@@ -106,7 +107,7 @@ def main() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     with tempfile.TemporaryDirectory() as folder:
         datasets.config.HF_DATASETS_CACHE = folder
-        corpus = datasets.concatenate_datasets([common.open_dataset("stdlib", None, "train")] * 4)
+        corpus = datasets.concatenate_datasets([common.open_dataset(Flags(), common.CORPORA)] * 4)
         common.open_dataset = lambda *_: corpus
         bpe, of_bytes = f"{folder}/bpe", f"{folder}/bytes"
         train(corpus["text"][:], Path(bpe))

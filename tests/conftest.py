@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import filelock
+import library
 import numpy as np
 import pytest
 
@@ -79,15 +80,18 @@ def environment(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def texts() -> list[str]:
+def python_files(tmp_path_factory) -> list[str]:
+    """Return Python files of the tests' own, because the standard library's texts change."""
+    return library.write(tmp_path_factory.mktemp("library"))
+
+
+@pytest.fixture(scope="session")
+def texts(python_files) -> list[str]:
     """Return 300 documents of 20 to 900 bytes. A mean of means would show with such lengths."""
     import common
 
-    files = common.standard_library_files()[:60]
-    documents = [d["text"] for d in common.standard_library_documents(files)]
-    rng = np.random.default_rng(0)
-    chosen = rng.permutation(len(documents))[:300]
-    return [documents[i][: int(rng.integers(20, 900))] for i in chosen]
+    documents = [d["text"] for d in common.standard_library_documents(python_files)]
+    return library.excerpts(documents, 300)
 
 
 @pytest.fixture(scope="session")
@@ -304,7 +308,8 @@ def one_rank(monkeypatch):
     """Make this process a process group of one rank."""
     import torch.distributed as dist
 
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

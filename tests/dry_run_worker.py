@@ -19,15 +19,14 @@ import ddp_pretrain
 
 def really(script, config, vocabulary: int) -> dict:
     """Do what dry_run.dry_run does, with real tensors and ranks."""
-    model_config = dry_run.model_config_of(script, config, vocabulary)
+    model_config = shared.architecture(script, config, vocabulary)
     watch = dry_run.Watch()
 
     def step() -> None:
-        script.train_step(model, optimizer, batch, 0.0, config, dry_run.CPU)
+        script.train_step(model, optimizer, batch, 1, config, dry_run.CPU)
 
     with watch:
-        model = script.build_model(config, model_config)
-        model, optimizer = shared.build(script, config, model, dry_run.CPU)
+        model, optimizer = shared.build(script, model_config, config, dry_run.CPU)
         batch = dry_run.batch_of(script, config)
         for _ in range(2 * (script is ddp_pretrain)):  # it builds new buckets in its second step
             step()

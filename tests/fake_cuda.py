@@ -66,6 +66,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 import common  # noqa: E402
+import model as model_file  # noqa: E402
 
 aten = torch.ops.aten
 SEEN: Counter = Counter()
@@ -341,16 +342,6 @@ def by_document(query: Any, key: Any, value: Any, boundaries: Any, scale: Any) -
     return output.transpose(1, 2)
 
 
-def tokenizer_of(vocabulary: int) -> Any:
-    """Return as much of a tokenizer as `build_model_config` reads."""
-    return types.SimpleNamespace(
-        get_vocab=lambda: {"last": vocabulary - 1},
-        eos_token_id=256,
-        pad_token_id=None,
-        turn_end=256,
-    )
-
-
 def texts(script: Any, config: Any, vocabulary: int) -> Any:
     """Return the batches of a script that trains on documents or conversations."""
     drawn = np.random.default_rng(0).lognormal(5, 1, 4000).astype(np.int64)
@@ -407,24 +398,22 @@ def run(script: Any, flags: dict[str, Any]) -> dict[str, Any]:
     batches.collate = dry_run.unseen(batches.collate)
     plan = batches.plan(0)
     number = len(plan) if uses_rl else config.global_batch_tokens // config.micro_batch_tokens
-    share = script.dp_rank_and_size(config)
+    share = shared.dp_rank_and_size(script, config)
     number -= number % share[1]
-    more = (257,) if hasattr(script, "tokenize_conversation") else ()
-    model_config = script.build_model_config(config, tokenizer_of(vocabulary), *more)
+    model_config = shared.architecture(script, config, vocabulary)
     model_config.num_hidden_layers = max(2, getattr(config, "pipeline_parallel", 2))
-    script.attend_one_by_one = by_document
+    model_file.attend_one_by_one = by_document
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         with dry_run.adapted(script), fake, Recorder():
-            model = script.build_model(config, model_config)
-            model, optimizer = shared.build(script, config, model, device)
+            model, optimizer = shared.build(script, model_config, config, device)
             seen["parameters"] = sorted({str(p.device) for p in model.parameters()})
             for step in range(2):
                 SEEN.clear()
                 chosen = plan[:number] if uses_rl else plan[step * number :][:number]
                 batch = batches.global_batch(chosen, *share)
                 models = (model, None) if uses_rl else (model,)  # without a reference
-                script.train_step(*models, optimizer, batch, 1e-4, config, device)
+                script.train_step(*models, optimizer, batch, 1, config, device)
             seen |= {"micro_batches": len(batch.micro_batches), "step": dict(SEEN)}
             SEEN.clear()
             if uses_rl:
@@ -432,7 +421,7 @@ def run(script: Any, flags: dict[str, Any]) -> dict[str, Any]:
                 seen |= {"validation": {}, "sampling": dict(SEEN)}
             else:
                 batches.plan = lambda _: plan[: 8 * share[1]]
-                script.evaluate(model, batches, config, device)
+                shared.evaluate(script, model, batches, config, device)
                 seen["validation"] = dict(SEEN)
     finally:
         dist.destroy_process_group()
@@ -443,10 +432,9 @@ def threads() -> dict[str, Any]:
     """Return the devices of threads: of a plain one, and of the one that writes checkpoints."""
     set_device(RANK)
     dist.new_group = lambda **_: None
-    of_run = types.SimpleNamespace(
-        directory=Path("nowhere"), rank=RANK, device=torch.device("cuda", RANK)
-    )
-    checkpoints = common.Checkpoints(of_run)
+    dist.get_rank = lambda *_: RANK
+    device = torch.device("cuda", RANK)
+    checkpoints = common.Checkpoints(None, Path("nowhere"), {}, print, device)
     devices = []
     dist.barrier = lambda *_: devices.append(torch.cuda.current_device())
     # It ends after the barrier, because nobody has created the directory.

@@ -15,18 +15,21 @@ from unittest import mock
 import cases  # also adds the root and bench to sys.path
 import collectives
 import numpy as np
+import shared
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-import chat
 import common
+import conversations
 import fsdp2_grpo as script
+from model import build_config
 
 STEPS = 2
-WATCHED = ["answer_prompts", "unsharded_parameters", "sample", "forward_backward", "policy_loss"]
+WATCHED = ["answer_prompts", "unsharded_parameters", "sample", "policy_loss"]
 REAL = {name: getattr(script, name) for name in WATCHED}
+CLIP = torch.nn.utils.clip_grad_norm_
 
 
 def graded(prompt: str, answer: str, reference: str) -> float:
@@ -48,7 +51,9 @@ class Watched:
         self.draws: dict = {}
         self.sampling: list[dict] = []
         self.steps: list[dict] = []  # of the optimizer
-        self.ratios: list[float] = []
+        self.batch: Any = None  # of the current step
+        self.ratios: list[float] = []  # since the last optimizer step
+        self.total = torch.zeros(len(script.MEASURED))
 
     def answer_prompts(self, model: Any, documents: Any, chosen: list[int], *more: Any) -> Any:
         groups = REAL["answer_prompts"](model, documents, chosen, *more)
@@ -90,20 +95,24 @@ class Watched:
     def policy_loss(self, log_probs: Any, old_log_probs: Any, *more: Any, **named: Any) -> Any:
         ratio = (log_probs - old_log_probs).exp()
         self.ratios += [ratio.min().item(), ratio.max().item()]
-        return REAL["policy_loss"](log_probs, old_log_probs, *more, **named)
+        sums = REAL["policy_loss"](log_probs, old_log_probs, *more, **named)
+        self.total += sums.detach()
+        return sums
 
-    def forward_backward(self, model: Any, batch: common.GlobalBatch, *more: Any) -> torch.Tensor:
-        self.ratios = []
-        weights = {name: unsharded(p) for name, p in model.named_parameters()}
-        total = REAL["forward_backward"](model, batch, *more)
-        gradients = {name: unsharded(p.grad) for name, p in model.named_parameters()}
-        measured = dict(zip(script.MEASURED, (total.double() / batch.num_targets).tolist()))
+    def clip_grad_norm(self, model: torch.nn.Module, *more: Any) -> torch.Tensor:
+        """Note an optimizer step: it has its gradients, and the weights that they are for."""
+        dist.all_reduce(self.total)
+        measured = (self.total.double() / self.batch.num_targets).tolist()
         self.steps.append({
-            "weights": weights, "gradients": gradients, "measured": measured,
-            "ratios": common.gather(self.ratios), "micro_batches": len(batch.micro_batches),
-            "tokens": batch.num_targets,
+            "weights": {name: unsharded(p) for name, p in model.named_parameters()},
+            "gradients": {name: unsharded(p.grad) for name, p in model.named_parameters()},
+            "measured": dict(zip(script.MEASURED, measured)),
+            "ratios": common.gather(self.ratios), "tokens": self.batch.num_targets,
+            "micro_batches": len(self.batch.micro_batches),
         })  # fmt: skip
-        return total
+        self.ratios = []
+        self.total = torch.zeros(len(script.MEASURED))
+        return CLIP(model.parameters(), *more)
 
 
 def states(model: torch.nn.Module) -> dict[str, Any]:
@@ -130,40 +139,48 @@ def run(flags: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Run a validation and two steps, with the script's own functions as its `main` calls them."""
     flags = dict(flags)
     watched = Watched(flags.pop("uneven", False))
-    config = script.Config(**flags)
-    tokenizer = script.chat_tokenizer(config)
-    documents = common.load_documents(config, chat.COLUMNS, script.tokenize_prompt, tokenizer)
-    parts = common.split(documents, math.inf)
+    rates = {"learning_rate": 1e-2, "min_learning_rate": 1e-2, "warmup_steps": 0}
+    config = script.Config(**rates, **flags)
+    tokenizer, answer_format, known_ids = conversations.chat_tokenizer(config, "known tokens")
+    documents = common.load_documents(
+        config, conversations.COLUMNS, script.tokenize_prompt, tokenizer
+    )
+    parts = common.train_validation_split(documents, math.inf)
     training, validation = (script.leave_out_long(part, config) for part in parts)
-    model_config = script.build_model_config(config, tokenizer)
-    model = script.build_model(config, model_config)
-    script.set_learning_rates(config, 1)
-    decayed = script.weight_decay_names(model)
-    model = script.parallelize(model, config, device)
-    optimizer = script.build_optimizer(model, decayed, config)
+    generation = conversations.base_generation(config, tokenizer, answer_format.turn_end)
+    model_config = build_config(config, known_ids, generation.eos_token_id)
+    model, optimizer = shared.build(script, model_config, config, device)
     common.load_weights(model, config.init_from)
     reference = None
     if config.reference_weight:
-        reference = script.parallelize(script.build_model(config, model_config), config, device)
+        reference = script.build_policy(model_config, config, generation)
+        reference = script.parallelize(reference, config, device)
         common.load_weights(reference, config.init_from)
+    logged: list = []
     plumbing = SimpleNamespace(
         config=config, tokenizer=tokenizer, model_config=model_config, device=device,
-        stop_requested=0, log=lambda line: None,
+        stop_signals=0, log=logged.append,
     )  # fmt: skip
     measured = []
-    with mock.patch.multiple(script, **{name: getattr(watched, name) for name in WATCHED}):
-        reward = script.evaluate(model, validation, 0, plumbing)
+    clip = mock.patch.object(
+        torch.nn.utils, "clip_grad_norm_", lambda _, most: watched.clip_grad_norm(model, most)
+    )
+    with clip, mock.patch.multiple(script, **{name: getattr(watched, name) for name in WATCHED}):
+        script.evaluate(model, validation, 0, plumbing)
         for step in range(1, STEPS + 1):
-            batch, of_answers = script.roll_out(model, training, step, plumbing)
-            trained = script.train_step(model, reference, optimizer, batch, 1e-2, config, device)
+            watched.batch, of_answers = script.roll_out(model, training, step, plumbing)
+            if reference is not None:
+                script.add_reference(reference, watched.batch, device)
+            trained = script.train_step(model, optimizer, watched.batch, step, config, device)
             measured.append(of_answers | trained)
     draws = {}
     for part in common.gather(watched.draws):
         draws |= part
     return {
-        "validation_reward": reward, "measured": measured, "answers": watched.answers,
-        "draws": draws, "chosen": watched.chosen, "sampling": common.gather(watched.sampling),
-        "steps": watched.steps, "reference": reference and states(reference),
+        "validation_reward": logged[0]["validation_reward"], "measured": measured,
+        "answers": watched.answers, "draws": draws, "chosen": watched.chosen,
+        "sampling": common.gather(watched.sampling), "steps": watched.steps,
+        "reference": reference and states(reference),
     }  # fmt: skip
 
 

@@ -1,15 +1,18 @@
 """Train adapters in every mode in one launch (see cases.py); test_lora.py checks it."""
 
 import hashlib
+import itertools
 
 import cases  # also adds the root and bench to sys.path
 import collectives
 import shared
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 import common
 import fsdp2_lora as script
+from run import micro_batches_per_rank
 
 CPU = torch.device("cpu")
 DATA: dict = {}
@@ -19,16 +22,8 @@ def data_of(config) -> tuple:
     """Return batches for training and validation, and the model's architecture."""
     key = (config.init_from, config.batching, config.micro_batch_tokens)
     if key not in DATA:
-        tokenizer, known_ids = script.chat_tokenizer(config)
-        documents = common.load_documents(
-            config, script.chat.COLUMNS, script.tokenize_conversation, tokenizer
-        )
-        parts = script.common.split(documents, 2000)
-        parts = [script.truncate(part, config.max_length) for part in parts]
-        batches = [script.ConversationBatches(p, config, tokenizer.eos_token_id) for p in parts]
-        DATA[key] = [*batches, tokenizer, known_ids]
-    training, validation, tokenizer, known_ids = DATA[key]
-    return training, validation, script.build_model_config(config, tokenizer, known_ids)
+        DATA[key] = shared.load_data(script, config)
+    return DATA[key].training, DATA[key].validation, DATA[key].model_config
 
 
 def digest(model: torch.nn.Module) -> str:
@@ -64,36 +59,34 @@ def train(case: str, flags: dict) -> dict:
     compiled.clear()
     training, validation, model_config = data_of(config)
     training.config = validation.config = config
-    model = script.build_model(config, model_config)
-    model, optimizer = shared.build(script, config, model, CPU)
+    model, optimizer = shared.build(script, model_config, config, CPU)
     script.load_weights(model, config.init_from)
     seen: dict = {"losses": [], "norms": []}
     frozen = digest(model)
     adapters = script.adapters_of(model)
     seen["before"] = {name: full(p) for name, p in adapters.named_parameters()}
     seen["rows"] = [p.to_local().shape[0] for p in adapters.parameters()]
-    seen["start"] = seen["base"] = script.evaluate(model, validation, config, CPU)
+    seen["start"] = seen["base"] = script.evaluate(model, validation, CPU)
     if not config.compile:  # graphs would keep the forward that they were made of
         forward, script.LoraLinear.forward = script.LoraLinear.forward, without_adapters
-        seen["base"] = script.evaluate(model, validation, config, CPU)
+        seen["base"] = script.evaluate(model, validation, CPU)
         script.LoraLinear.forward = forward
-    accumulation = config.global_batch_tokens // config.micro_batch_tokens
-    share = script.dp_rank_and_size(config)
-    for batch in training.stream({"step": 0, "tokens": 0}, config.steps, accumulation, *share):
-        step = [model, optimizer, batch, script.learning_rate_at(batch.step, config), config, CPU]
-        measured = script.train_step(*step)
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    batches = training.stream(0, micro_batches_per_rank(config, ranks), rank, ranks)
+    for step, batch in enumerate(itertools.islice(batches, config.steps), 1):
+        measured = script.train_step(model, optimizer, batch, step, config, CPU)
         seen["losses"].append(measured["loss"])
         seen["norms"].append(measured["grad_norm"])
     seen["graphs"] = compiled["unique_graphs"]
     seen["after"] = {name: full(p) for name, p in adapters.named_parameters()}
-    seen["validation"] = script.evaluate(model, validation, config, CPU)
+    seen["validation"] = script.evaluate(model, validation, CPU)
     seen["frozen as before"] = all(common.gather(frozen == digest(model)))
     frozen_gradients = [p.grad for p in model.parameters() if not p.requires_grad]
     seen["frozen gradients"] = sum(gradient is not None for gradient in frozen_gradients)
     updated = sum(len(group["params"]) for group in optimizer.param_groups)
     seen["updated"] = updated - len(seen["after"])
     with collectives.Ledger() as ledger:
-        script.train_step(*step[:3], 0.0, *step[4:])
+        script.train_step(model, optimizer, batch, config.steps, config, CPU)
     kinds = ("all-gather", "reduce-scatter")
     seen["sent"] = sum(call.sent for call in ledger.calls if call.kind in kinds)
     return seen

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 
 import cases  # also adds the root and bench to sys.path
 import collectives
-import shared
+import script_parts as parts
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import common
 import fsdp2_muon_pretrain as script
@@ -40,9 +39,8 @@ def gradients(model: torch.nn.Module, trained: str) -> Iterator[dict[str, torch.
 def model_of(flags: dict, double: bool) -> tuple:
     """Return the script's model on the meta device, and its config."""
     config = script.Config(learning_rate=0.02, micro_batch_tokens=512, **flags)
-    model = script.build_model(
-        config, script.build_model_config(config, common.load_tokenizer("bytes"))
-    )
+    model_config = parts.build_config(config, common.load_tokenizer("bytes"))
+    model = parts.build_model(script, model_config, config)
     return (model.double() if double else model), config
 
 
@@ -63,12 +61,12 @@ def update(flags: dict) -> dict:
         exchange(output, flat, received, given, group)
 
     model, config = model_of(flags, double)
-    model, optimizer = shared.build(script, config, model, CPU)
+    script.set_momentum(config, model)
+    model = script.parallelize(model, config, CPU)
+    optimizer = script.build_optimizer(model, config)
     parameters = dict(model.named_parameters())
     if double:
-        for parameter in parameters.values():
-            if hasattr(parameter, "muon_dtype"):
-                parameter.muon_dtype = torch.float64
+        optimizer.dtype = torch.float64
     dist.all_to_all_single = counted
     for step in gradients(model, trained):
         for name, full in step.items():
@@ -76,7 +74,8 @@ def update(flags: dict) -> dict:
             sharded.grad = distribute_tensor(full, sharded.device_mesh, sharded.placements)
         sent.clear()
         with collectives.Ledger() as ledger:
-            script.optimizer_step(model, optimizer)
+            optimizer.step()
+        optimizer.zero_grad()
     dist.all_to_all_single = exchange
     assert all(parameter.grad is None for parameter in parameters.values())
     weights = {
@@ -94,25 +93,9 @@ def update(flags: dict) -> dict:
     }
 
 
-def momentum(rows: int) -> float:
-    """Return the momentum of a model with one matrix, [rows, 1000]."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    zeros = distribute_tensor(torch.zeros(rows, 1000), mesh, [Shard(0)])
-    matrix = torch.nn.Parameter(zeros)
-    matrix.muon_dtype = torch.float32
-    matrix.grad = torch.ones_like(zeros)
-    optimizer = script.Muon([matrix], lr=0.0)
-    orthogonalize, script.orthogonalize = script.orthogonalize, lambda directions, _: directions
-    optimizer.step()
-    script.orthogonalize = orthogonalize
-    return 1 - optimizer.state[matrix]["exp_avg"].to_local()[0, 0].item()
-
-
 def main() -> None:
     script.init_process_group(script.Config(micro_batch_tokens=512))
-    seen = cases.each(lambda case, flags: update(flags))
-    seen["momentum"] = {"small": momentum(9_999), "large": momentum(10_000)}
-    cases.leave(seen)
+    cases.leave(cases.each(lambda case, flags: update(flags)))
 
 
 if __name__ == "__main__":

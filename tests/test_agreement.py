@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import script_parts as parts
 import torch
 import torch.distributed.checkpoint as dcp
 from conftest import (
@@ -43,6 +44,7 @@ from transformers import (
 import common
 import fsdp2_ep_pretrain
 import fsdp2_pretrain
+import model as shared_model
 
 STEPS = RUN_FLAGS["steps"]
 # For ranks that share a model. DTensor takes long where it sees a shape for the first time, so all
@@ -239,7 +241,7 @@ class PlainLoop:
 
     def __init__(self, model: torch.nn.Module, corpus: str, **flags: str):
         self.model = model
-        self.sequences = split(load_documents(corpus))[0].sequences(512)
+        self.sequences = split(load_documents(corpus))[0].split(512)
         self.micro_batches = make_batches(self.sequences, **flags).plan(0)
         decayed, others = [], []
         for name, parameter in model.named_parameters():
@@ -346,13 +348,13 @@ def small_models() -> dict:
 def check_initial_weights(monkeypatch, script, name: str, **flags) -> None:
     """Initialize a model in memory that is full of NaN, and see that none is left."""
     config = script.Config(model=name, **SMALL | flags)
-    model_config = script.build_model_config(config, common.load_tokenizer("bytes"))
-    model = script.build_model(config, model_config)
+    model_config = parts.build_config(config, common.load_tokenizer("bytes"))
+    model = parts.build_model(script, model_config, config)
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", True)
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(1).isnan()  # integers are filled with their maximum
-        script.initialize(model, model.modules(), config.seed, torch.device("cpu"))
+        shared_model.initialize(model, model.modules(), config.seed, torch.device("cpu"))
     finally:
         torch.use_deterministic_algorithms(False)
     for key, tensor in [*model.named_parameters(), *model.named_buffers()]:
@@ -375,7 +377,7 @@ def test_initial_weights_leave_nothing_uninitialized(monkeypatch, tmp_path, name
 
 @pytest.mark.drill
 def test_initial_weights_of_every_type(monkeypatch, tmp_path):
-    for name in share(common.BUCKETED_TYPES.split()):
+    for name in share(shared_model.BUCKETED_TYPES.split()):
         plain_model(name).config.save_pretrained(tmp_path / name)
         flags = {"max_length": 64, "micro_batch_tokens": 512}
         check_initial_weights(monkeypatch, fsdp2_pretrain, str(tmp_path / name), **flags)
@@ -408,7 +410,7 @@ def test_exported_model_has_the_validation_loss_in_plain_transformers(
     tokenizer = AutoTokenizer.from_pretrained(directory / "hf")
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == 256
 
-    # Validation gets the documents with the smallest hashes, see `common.split`.
+    # Validation gets the documents with the smallest hashes, see `common.train_validation_split`.
     held_out = [texts[i] for i in split(load_documents(corpus))[1].index.document]
     nats, labels = 0.0, 0
     with torch.no_grad():

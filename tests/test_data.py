@@ -32,6 +32,7 @@ from transformers import (
 
 import common
 import conversations
+import fsdp2_sft
 from model import attend_one_by_one, document_attention
 from run import Run
 
@@ -92,6 +93,13 @@ def refused(function, *arguments) -> str:
     line = str(end.value)
     assert "\n" not in line
     return line
+
+
+def test_the_texts_of_the_tests_are_the_same_everywhere(texts, python_files):
+    """Otherwise the limits of the tests would hold with some versions of Python and NumPy only."""
+    rows = [*conversations.docstring_conversations(python_files)]
+    assert common.fingerprint(texts) == "821732a42114675d3dd10285b4cd1aa8"
+    assert common.fingerprint(rows) == "91786e15f46eae33b24a4afd72c59203"
 
 
 # --- Tokenizers -----------------------------------------------------------------------------------
@@ -172,6 +180,8 @@ def test_documents_on_macos(corpus, monkeypatch, texts):
     """It does not tell which CPUs a process may use."""
     monkeypatch.setattr(common, "sys", SimpleNamespace(platform="darwin", stderr=sys.stderr))
     monkeypatch.delattr(os, "sched_getaffinity")
+    if hasattr(os, "process_cpu_count"):  # Python 3.13 and later: there it is this alias
+        monkeypatch.setattr(os, "process_cpu_count", os.cpu_count)
     assert texts_of(load(corpus)) == texts
 
 
@@ -524,10 +534,14 @@ def embedded(corpus: str) -> common.Sequences:
     """Return the training sequences of an embedded corpus, as the scripts read it by default."""
     if corpus == "stdlib":
         return split(load(corpus))[0].split(512)
-    tokenizer, _ = fsdp2_sft.chat_tokenizer(fsdp2_sft.Config())
-    config = data_config(dataset=corpus)
+    tokenizer, *_ = conversations.chat_tokenizer(fsdp2_sft.Config(), "new tokens")
     documents = common.load_documents(
-        config, ["prompt", "completion", "system"], fsdp2_sft.tokenize_conversation, tokenizer
+        data_config(dataset=corpus),
+        ["prompt", "completion", "system"],
+        fsdp2_sft.tokenize_conversation,
+        tokenizer,
+        conversations.CORPORA,
+        header="",
     )
     return conversations.truncate(common.train_validation_split(documents, math.inf)[0], 2048)
 
@@ -647,6 +661,25 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(batches, batching):
     made = batches(batching)
     assert step(made, 1) == step(made, 2) == step(made, 4)
     assert step(batches(batching, seed=1), 1) != step(made, 1)
+
+
+@pytest.mark.parametrize("batching", ["bucketed", "packed"])
+@pytest.mark.parametrize("kind", [np.uint8, np.uint32, np.int64])
+def test_labels_do_not_depend_on_the_type_of_the_ids(kind, batching):
+    """The `read` of `Sequences` gives int64. An own one may give what a tokenizer gave."""
+    lengths = np.array([3, 2])
+    documents = [
+        (np.array([10, 11, 12, 13], kind), np.array([True, False, True, False])),
+        (np.array([20, 21, 255], kind), np.array([False, False, True])),
+    ]
+    sequences = SimpleNamespace(lengths=lengths, num_targets=lengths, read=documents.__getitem__)
+    made = make_batches(sequences, batching=batching, max_length=4, micro_batch_tokens=6)
+    micro_batch = made.collate(np.array([0, 1]))
+    expected = [-100, 12, -100, -100, 255, -100]
+    assert micro_batch["labels"].dtype == micro_batch["input_ids"].dtype == torch.int64
+    assert micro_batch["labels"].flatten().tolist() == expected
+    padding = [256]
+    assert micro_batch["input_ids"].flatten().tolist() == [10, 11, 12, 20, 21, *padding]
 
 
 def test_attention_of_a_long_sequence_is_counted():

@@ -360,11 +360,10 @@ def test_peak_is_that_of_pytorchs_own_tracker(two_blocks, mode):
     watch, fake = dry_run.Watch(), FakeTensorMode(allow_non_fake_inputs=True)
     dry_run.be_rank(0, 8, 8)
     with dry_run.fake_ranks(), dry_run.adapted(fsdp2_pretrain), fake, watch:
-        model_config = dry_run.model_config_of(fsdp2_pretrain, config, 320)
-        model = fsdp2_pretrain.build_model(config, model_config)
-        model, optimizer = shared.build(fsdp2_pretrain, config, model, dry_run.CPU)
+        model_config = shared.architecture(fsdp2_pretrain, config, 320)
+        model, optimizer = shared.build(fsdp2_pretrain, model_config, config, dry_run.CPU)
         batch = dry_run.batch_of(fsdp2_pretrain, config)
-        step = [model, optimizer, batch, 0.0, config, dry_run.CPU]
+        step = [model, optimizer, batch, 1, config, dry_run.CPU]
         fsdp2_pretrain.train_step(*step)
         watch.peak, tracker = {}, MemTracker()
         tracker.track_external(model, optimizer)

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import script_parts as parts
 import torch
 from conftest import EXPERTS, ROOT, RUN_FLAGS, SIZES, SMALL, launch, metrics, small_mixture
 from safetensors.torch import load_file
@@ -18,6 +19,7 @@ from transformers import (
 
 import common
 import fsdp2_ep_pretrain as script
+import model as shared_model
 
 CPU = torch.device("cpu")
 
@@ -25,9 +27,9 @@ CPU = torch.device("cpu")
 def build(model: str, initialized: bool = True, **flags):
     config = script.Config(model=model, expert_parallel=1, **SMALL | flags)
     tokenizer = common.load_tokenizer("bytes")
-    model = script.build_model(config, script.build_model_config(config, tokenizer))
+    model = parts.build_model(script, parts.build_config(config, tokenizer), config)
     if initialized:
-        script.initialize(model, model.modules(), config.seed, CPU)
+        shared_model.initialize(model, model.modules(), config.seed, CPU)
         model.tie_weights()
     return model
 
@@ -39,11 +41,11 @@ def test_the_shape_of_qwen3_30b_a3b():
     """It has 30.5 billion parameters, of which a token uses 3.3 billion."""
     config = script.Config(model="qwen3-30b-a3b", expert_parallel=1, **SMALL)
     tokenizer = SimpleNamespace(get_vocab=lambda: {"last": 151_935}, eos_token_id=151_645)
-    model = script.build_model(config, script.build_model_config(config, tokenizer))
+    model = parts.build_model(script, parts.build_config(config, tokenizer), config)
     assert model.num_parameters() == 30_532_122_624
-    one_token = SimpleNamespace(num_tokens=1, num_targets=1, squared_lengths=0)
+    per_token, per_target, _ = shared_model.count_flops(model)
     embedding = 151_936 * 2048  # a look-up has no FLOPs
-    assert common.step_flops(model)(one_token) == 6 * (3_353_032_704 - embedding)
+    assert per_token + per_target == 6 * (3_353_032_704 - embedding)
 
 
 def test_tiny_moe_learns_from_every_parameter():
@@ -70,7 +72,9 @@ def test_biases_do_not_decay_and_are_not_trained(tmp_path):
     model = build(str(tmp_path))
     assert model.state_dict().keys() == AutoModelForCausalLM.from_config(shape).state_dict().keys()
     [bias] = [name for name in model.state_dict() if "e_score" in name]
-    assert bias in dict(model.named_buffers()) and bias not in script.weight_decay_names(model)
+    assert bias in dict(model.named_buffers()) and bias not in shared_model.weight_decay_names(
+        model
+    )
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
@@ -93,7 +97,7 @@ def test_a_count_moves_each_bias_towards_the_mean(tmp_path):
 def test_target_tokens_are_counted_once_and_in_training_only(tmp_path, mode):
     small_mixture().save_pretrained(tmp_path)
     model = build(str(tmp_path))
-    script.checkpoint_activations(script.transformer_blocks(model), mode)
+    shared_model.checkpoint_activations(shared_model.transformer_blocks(model), mode)
     ids = torch.arange(60).view(2, 30)
     labels = ids.masked_fill(ids % 3 == 0, -100)
     layers = script.moe_layers(model)
@@ -152,7 +156,7 @@ def test_all_gathers_are_issued_before_the_host_waits(one_rank, tmp_path, monkey
     monkeypatch.setattr(script, "exchange_counts", exchange)
     config = script.Config(model=str(tmp_path), expert_parallel=1, **SMALL)
     model = script.parallelize(build(str(tmp_path), initialized=False), config, CPU)
-    for block in script.transformer_blocks(model):
+    for block in shared_model.transformer_blocks(model):
         block.self_attn.register_forward_pre_hook(lambda *_: issued.append("attention"))
     ids = torch.arange(60).view(2, 30)
     model(input_ids=ids, labels=ids)

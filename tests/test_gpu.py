@@ -18,7 +18,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 import common
 import fsdp2_cp_pretrain
-import fsdp2_pretrain
+from model import BUCKETED_TYPES, count_flops, use_float8
+from run import peak_flops
 
 sys.path.insert(0, str(ROOT / "bench"))
 import gpu  # noqa: E402
@@ -206,7 +207,7 @@ def test_a_launch_sets_up_the_allocator_unless_the_user_has(own):
     if own:
         variables[own] = "max_split_size_mb:512"
     settings = "torch._C._accelerator_getAllocatorSettings()"
-    program = f"import torch, common; common.launch(lambda: print({settings}))"
+    program = f"import torch, run; run.launch(lambda: print({settings}))"
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=variables, capture_output=True, text=True
     )
@@ -240,28 +241,26 @@ def test_threads_use_the_gpu_of_their_rank(seen):
     ],
 )
 def test_a_peak_belongs_to_the_full_name_of_a_gpu(name, peak):
-    assert common.peak_flops(name) == peak
+    assert peak_flops(name) == peak
 
 
-def check_flops(model_type: str) -> int | None:
+def check_flops(model_type: str) -> int:
     model = plain_model(model_type)
-    one_token = SimpleNamespace(num_tokens=1, num_targets=1, squared_lengths=0)
-    count, parameters = common.step_flops(model), model.num_parameters()
-    model.set_output_embeddings(None)  # as a stage without a head: what was counted stays
-    flops = count(one_token)
-    assert flops is None or 0 < flops <= 6 * parameters, model_type
-    return flops
+    per_token, per_target, per_square = count_flops(model)
+    assert min(per_token, per_target) > 0 and per_square >= 0
+    assert per_token + per_target <= 6 * model.num_parameters(), model_type
+    return per_square
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "lfm2", "gemma4_text"])
-def test_flops_are_known_or_none(model_type):
+def test_flops_are_counted(model_type):
     """Not all parameters with three dimensions are experts, and layers may have their own heads."""
     assert check_flops(model_type) or model_type != "qwen3_moe"
 
 
 @pytest.mark.drill
-def test_flops_of_every_type_are_known_or_none():
-    for model_type in share(common.BUCKETED_TYPES.split()):
+def test_flops_of_every_type_are_counted():
+    for model_type in share(BUCKETED_TYPES.split()):
         check_flops(model_type)
 
 
@@ -276,11 +275,11 @@ def test_rotary_positions_do_not_go_through_a_matmul():
 def test_float8_says_what_it_needs(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(common.Refusal, match="needs the package torchao"):
-        fsdp2_pretrain.use_float8(torch.nn.Module())
+        use_float8(torch.nn.Module())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     with pytest.raises(common.Refusal, match="needs a GPU with float8"):
-        fsdp2_pretrain.use_float8(torch.nn.Module())
+        use_float8(torch.nn.Module())
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8])
@@ -315,6 +314,20 @@ def test_the_benchmark_continues_after_a_setting_that_fails(monkeypatch, tmp_pat
     settings = json.loads(written.read_text())["settings"]
     assert settings.pop("FSDP1") == {"error": "NotImplementedError: no kernel"}
     assert known == [*range(len(settings) + 1)] and {"mfu": 0.5} in settings.values()
+
+
+@pytest.mark.drill
+def test_the_scripts_accept_the_flags_of_the_kit(tmp_path):
+    """Without a GPU nothing else of bench/kit is run here."""
+    kit = ROOT / "bench/kit"
+    paths = {"KIT_INPUTS": str(tmp_path), "OUT": str(tmp_path), "PYTHONPATH": f"{kit}:{ROOT}"}
+    for words in (["inputs.py"], ["programs.py", "--check"]):
+        command = [sys.executable, str(kit / words[0]), *words[1:]]
+        done = subprocess.run(
+            command, cwd=ROOT, env=os.environ | paths, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(" runs, 0 with flags that their script refuses\n"), done.stdout
 
 
 @pytest.mark.gpu

@@ -33,7 +33,7 @@ def files(run, request, texts, corpus, tmp_path):
 
 def agreement(run: Callable, mistake: Mistake, files: dict) -> None:
     """Losses, gradient norms and validation are those of FSDP2 (for FSDP2, those of DDP)."""
-    script = "fsdp2_pretrain.py" if mistake.file == "common.py" else mistake.file
+    script = "fsdp2_pretrain.py" if mistake.file in SHARED else mistake.file
     shape = "mixture" if script == EXPERTS else mistake.own.get("model", "shape")
     flags = SHORT | mistake.own | {"model": files[shape]}
     reference = "ddp_pretrain.py" if script == "fsdp2_pretrain.py" else "fsdp2_pretrain.py"
@@ -89,6 +89,7 @@ def export(run: Callable, mistake: Mistake, files: dict) -> None:
     assert load_file(hf / "model.safetensors").keys() == dict(model.named_parameters()).keys()
 
 
+SHARED = ["common.py", "model.py"]
 CHECKS = {
     "agreement": agreement,
     "plain loop": plain_loop,
@@ -107,7 +108,7 @@ def with_mistake(mistake: Mistake, run: Callable, corpus: str, monkeypatch, fold
     folder.mkdir()
 
     def launch_copy(script: str, ranks: int, **flags) -> Path:
-        if mistake.file not in (script, "common.py"):
+        if mistake.file not in (script, *SHARED):
             return run(script, ranks, **flags)
         copies = folder / f"copy_{len(list(folder.iterdir()))}"
         copies.mkdir()

@@ -4,15 +4,16 @@ import importlib
 import warnings
 
 import pytest
+import script_parts as parts
 import torch
 from conftest import SMALL, small_mixture, small_shape
-from test_house import SCRIPTS
 from test_types import CPU, build, plain_model, summed_loss
 from torch.distributed.fsdp import FSDPModule
 
 import common
 import fsdp1_pretrain
 import fsdp2_pretrain
+import model as shared_model
 
 # Flags for one rank.
 ALONE = {
@@ -52,7 +53,7 @@ def test_no_fsdp2_script_casts_the_inputs_of_blocks(name, tmp_path):
     shape.save_pretrained(tmp_path)
     flags = {} if name == "fsdp2_grpo" else SMALL
     config = script.Config(model=str(tmp_path), precision="bf16", **flags | ALONE[name])
-    model = script.parallelize(script.build_model(config, shape), config, CPU)
+    model = script.parallelize(parts.build_model(script, shape, config), config, CPU)
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     assert len(units) >= 2
     for unit in units:
@@ -93,9 +94,8 @@ def test_state_space_parameters_do_not_decay(name):
     model = plain_model(name)
     own = {key for key, _ in model.named_parameters() if key.endswith((".A_log", ".D", ".dt_bias"))}
     assert own
-    for script in SCRIPTS:
-        decayed = importlib.import_module(script.removesuffix(".py")).weight_decay_names(model)
-        assert decayed and not own & decayed
+    decayed = shared_model.weight_decay_names(model)
+    assert decayed and not own & decayed
 
 
 # --- Compiling many lengths -----------------------------------------------------------------------
@@ -121,17 +121,8 @@ def test_more_lengths_than_torch_expects_are_still_compiled(monkeypatch):
     torch._dynamo.reset()
     block = Block()
     config = fsdp2_pretrain.Config(compile=True, pad_to_multiple_of=2)
-    fsdp2_pretrain.compile_blocks([block], config)
+    shared_model.compile_blocks([block], config)
     for length in range(1, 301):
         block(torch.zeros(length, 2))
     torch._dynamo.reset()
     assert len(graphs) == 300
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_every_script_raises_both_limits(name):
-    script = importlib.import_module(name.removesuffix(".py"))
-    with torch._dynamo.config.patch(recompile_limit=8, accumulated_recompile_limit=256):
-        script.compile_blocks([], fsdp2_pretrain.Config())
-        limits = torch._dynamo.config
-        assert min(limits.recompile_limit, limits.accumulated_recompile_limit) >= 10_000

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -217,7 +218,7 @@ def test_accumulating_gradients_equals_one_larger_micro_batch(seen, name):
 
 
 def float8_package() -> str:
-    apart = ROOT / ".venv/torchao"  # where .ci/run installs it
+    apart = Path(sys.prefix, "torchao")  # where .ci/run installs it
     if not apart.exists() and importlib.util.find_spec("torchao") is None:
         pytest.skip("needs the package torchao")
     return str(apart)
@@ -251,11 +252,10 @@ def test_float8_leaves_routers_as_they_are(tmp_path):
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 16}
     PhimoeConfig(**sizes, vocab_size=320).save_pretrained(tmp_path)
     program = f"""
-import common, fsdp2_pretrain as script
-config = script.Config(model={str(tmp_path)!r}, precision="float8", max_length=64)
-tokenizer = common.load_tokenizer("bytes")
-model = script.build_model(config, script.build_model_config(config, tokenizer))
-script.use_float8(model)
+import fsdp2_pretrain, model as shared
+config = fsdp2_pretrain.Config(model={str(tmp_path)!r}, precision="float8", max_length=64)
+model = shared.build_model(shared.build_config(config, 257, 256), config)
+shared.use_float8(model)
 for name, module in model.named_modules():
     if hasattr(module, "weight"):
         print(name.rpartition(".")[2], type(module).__name__)
@@ -273,9 +273,9 @@ for name, module in model.named_modules():
 def test_float8_pads_any_number_of_tokens():
     """The kernels of GPUs refuse sizes that 16 does not divide, and the CPU's do not."""
     program = """
-import types, torch, fsdp2_pretrain as script
+import types, torch, model as shared
 layers = torch.nn.Sequential(torch.nn.Linear(32, 48, bias=False, dtype=torch.bfloat16))
-script.use_float8(types.SimpleNamespace(get_decoder=lambda: layers))
+shared.use_float8(types.SimpleNamespace(get_decoder=lambda: layers))
 on_cpu = torch._scaled_mm
 def as_on_gpus(left, right, *rest, **more):
     assert not any(size % 16 for size in right.shape), right.shape

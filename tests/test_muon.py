@@ -26,6 +26,7 @@ from torch.optim import _muon
 from transformers import Qwen2ForCausalLM
 
 import fsdp2_muon_pretrain as script
+import model as shared_model
 
 CPU = torch.device("cpu")
 # Directories of models, and how they differ from the usual small one.
@@ -132,7 +133,7 @@ def expected(folder, case: str) -> tuple[dict, dict]:
     trained, double = flags.pop("trained", ""), flags.pop("double", True)
     flags |= {"dp_replicate": 1}
     model, config = muon_worker.model_of(flags, double)
-    script.initialize(model, model.modules(), config.seed, CPU)
+    shared_model.initialize(model, model.modules(), config.seed, CPU)
     model.tie_weights()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = Reference(model)
@@ -157,8 +158,29 @@ def test_updates_are_those_of_one_process(updated, folder, request, ranks, case)
         assert error <= (1e-6 if case != "bf16" else 0.1) * moved, name
 
 
-def test_the_momentum_depends_on_the_number_of_parameters(updated):
-    assert updated(2)["momentum"] == pytest.approx({"small": 0.7, "large": 0.95})
+def test_the_momentum_depends_on_the_number_of_parameters(monkeypatch):
+    """Unless the flag sets it."""
+    for rows, expected in ((9_999, 0.7), (10_000, 0.95)):
+        matrix = torch.empty(rows, 1000, device="meta")
+        monkeypatch.setattr(script, "muon_matrices", lambda model, matrix=matrix: {matrix})
+        for given in (None, 0.5):
+            script.set_momentum(config := SimpleNamespace(momentum=given), None)
+            assert config.momentum == (given or expected)
+
+
+def test_muon_finds_its_matrices_in_every_group(one_rank, shape_directory):
+    """Whoever lists the groups the other way round gets Muon too, and not AdamW without a word."""
+    config = script.Config(model=shape_directory, **SMALL)
+    model, optimizer = shared.build(script, small_shape(), config, CPU)
+    options = {"lr": 0.01, "fused": True}
+    turned = script.Muon(
+        optimizer.param_groups[::-1], optimizer.matrices, 0.7, torch.float32, **options
+    )
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    turned.step()
+    with_one_moment = {p for p in model.parameters() if len(turned.state[p]) == 2}
+    assert with_one_moment == optimizer.matrices and len(with_one_moment) == 2 * 7
 
 
 @pytest.mark.parametrize("case", ["untied", "experts"])
@@ -277,8 +299,7 @@ def test_it_resumes_other_scripts_and_they_refuse_its_checkpoints(
         done = launch(2, name, flags | {"resume": checkpoint})
         assert done.returncode and not (tmp_path / "refused").exists()
         [line] = done.stderr.splitlines()
-        assert line.startswith(f"error: {checkpoint} of torch ")
-        assert "If it lacks exp_avg_sq, Muon wrote it: only fsdp2_muon_pretrain.py resumes" in line
+        assert line.startswith(f"error: {checkpoint} of torch ") and " and Muon cannot" in line
         assert line.endswith(".exp_avg_sq.") and "Missing key in checkpoint" in line
 
 
@@ -298,7 +319,7 @@ def test_muon_updates_matrices_but_no_kernels_of_convolutions(one_rank, tmp_path
     shape = plain_model("mamba").config
     shape.save_pretrained(tmp_path)
     config = script.Config(model=str(tmp_path), **SMALL)
-    model, optimizer = shared.build(script, config, script.build_model(config, shape), CPU)
+    model, optimizer = shared.build(script, shape, config, CPU)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

@@ -1,9 +1,11 @@
 """fsdp2_nd_pretrain.py: every mesh gives the losses of FSDP2 on as many ranks."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
-from conftest import SMALL, launch, launch_cases, metrics, small_shape
+import script_parts as parts
+from conftest import SMALL, arguments, launch, launch_cases, metrics, small_shape
 from grid import share
 from test_modes import difference, losses
 
@@ -136,7 +138,7 @@ def test_models_that_fit_a_mesh(mesh, shape, refusal):
         shape.pop(name)
     sizes = {"max_length": 64, "micro_batch_tokens": 512}
     config = fsdp2_nd_pretrain.Config(steps=0, **sizes, **flags_of(mesh))
-    model = fsdp2_nd_pretrain.build_model(config, AutoConfig.for_model(kind, **shape))
+    model = parts.build_model(fsdp2_nd_pretrain, AutoConfig.for_model(kind, **shape), config)
     if refusal is None:
         fsdp2_nd_pretrain.check_model(model, config)
     else:
@@ -157,16 +159,18 @@ def test_models_that_fit_a_mesh(mesh, shape, refusal):
 )  # fmt: skip
 def test_flags_that_do_not_fit(monkeypatch, ranks, flags, refusal):
     monkeypatch.setenv("WORLD_SIZE", str(ranks))
-    with pytest.raises(ValueError, match=refusal):
-        fsdp2_nd_pretrain.Config(**flags)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr(sys, "argv", ["fsdp2_nd_pretrain.py", *arguments(flags)])
+    with pytest.raises(common.Refusal, match=refusal):
+        fsdp2_nd_pretrain.main()
 
 
 def test_the_groups_of_a_mesh(monkeypatch):
     """Data-parallel ranks share an index with the ranks that work on the same sequences."""
     config = SimpleNamespace(pipeline_parallel=2, context_parallel=2, tensor_parallel=2)
-    monkeypatch.setattr(fsdp2_nd_pretrain.dist, "get_world_size", lambda: 16)
+    monkeypatch.setenv("WORLD_SIZE", "16")
     found = []
     for rank in range(16):
-        monkeypatch.setattr(fsdp2_nd_pretrain.dist, "get_rank", lambda rank=rank: rank)
+        monkeypatch.setenv("RANK", str(rank))
         found.append(fsdp2_nd_pretrain.dp_rank_and_size(config))
     assert found == 2 * (4 * [(0, 2)] + 4 * [(1, 2)])

@@ -9,12 +9,13 @@ import transformers
 from conftest import ROOT, small_shape
 
 import common
+import conversations
 import fsdp2_sft
 import sample
 
 transformers.logging.disable_progress_bar()  # its lines would stand beside those that are tested
 PLAIN = common.load_tokenizer("bytes")
-CHAT = fsdp2_sft.chat_tokenizer(fsdp2_sft.Config())[0]
+CHAT = conversations.chat_tokenizer(fsdp2_sft.Config(), "new tokens")[0]
 
 
 def save_model(directory, tokenizer=PLAIN) -> None:

@@ -3,7 +3,6 @@
 import copy
 import functools
 import json
-import math
 import re
 import shutil
 from pathlib import Path
@@ -29,9 +28,12 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
 import common
-import fsdp2_grpo
+import conversations
 import fsdp2_sft
-from chat import COLUMNS, INSIDE, TURN, tag_answers
+import run as running
+from common import LeftOut
+from conversations import INSIDE, TURN, ConversationBatches, truncate
+from model import build_config, chunk_loss, document_attention, forward_with_loss
 
 logging.disable_progress_bar()
 # Chat formats of other families, with generation tags. One drops the thoughts of earlier
@@ -95,8 +97,9 @@ CONVERSATIONS = {
 
 
 def chat_tokenizer(name: str, template: str = "own") -> tuple:
-    """Call the script's function with the flags that it reads."""
-    return fsdp2_sft.chat_tokenizer(SimpleNamespace(tokenizer=name, chat_template=template))
+    """Return tokenizer, answer format and first new id, from the flags that are read."""
+    config = SimpleNamespace(tokenizer=name, chat_template=template)
+    return conversations.chat_tokenizer(config, "new tokens")
 
 
 def save_base(folder: Path, change=None, template: str | None = None, more: tuple = ()) -> str:
@@ -112,29 +115,35 @@ def save_base(folder: Path, change=None, template: str | None = None, more: tupl
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory):
-    """Return a function: the script's tokenizer, with another family's template or our own."""
+    """Return a function: `chat_tokenizer` of another family's template or our own."""
 
-    def make(base: str = "bytes", template: str | None = None):
+    def make(base: str = "bytes", template: str | None = None) -> tuple:
         if template is None:
-            return chat_tokenizer(base)[0]
+            return chat_tokenizer(base)
         tokenizer = copy.deepcopy(common.load_tokenizer(base))
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|header|>", "<|eot|>"]})
         tokenizer.chat_template = TEMPLATES[template]
         directory = tmp_path_factory.mktemp("tokenizer")
         tokenizer.save_pretrained(directory)
-        return chat_tokenizer(str(directory))[0]
+        return chat_tokenizer(str(directory))
 
     return make
 
 
-def encode(tokenizer, messages: list) -> tuple[np.ndarray, np.ndarray]:
-    """Return ids and loss mask of a conversation with every answer in the loss."""
-    return fsdp2_sft.encode(tokenizer, messages, start=0)
+def encode(made: tuple, messages: list) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids and loss mask of a conversation with every answer in the loss.
+
+    made: of `chat_tokenizer`.
+    """
+    tokenizer, answer_format, _ = made
+    found = conversations.find_answers(tokenizer, messages, 0, answer_format.header)
+    return fsdp2_sft.encode(tokenizer, *found)
 
 
-def tokenize(row: dict, tokenizer) -> tuple[str, str]:
+def tokenize(row: dict, made: tuple) -> tuple[str, str]:
     """Return a row as the script reads it, as text: all of it, and what is in the loss."""
-    ids, in_loss, *_ = fsdp2_sft.tokenize_conversation(row, tokenizer)
+    tokenizer, answer_format, _ = made
+    ids, in_loss, *_ = fsdp2_sft.tokenize_conversation(row, tokenizer, answer_format.header)
     return tokenizer.decode(ids), tokenizer.decode(ids[in_loss])
 
 
@@ -162,13 +171,14 @@ def test_ids_and_mask_are_those_of_transformers(chat, base, template, tmp_path, 
     """With the tokenizer that is exported beside the weights."""
     if base == "gpt2":
         request.getfixturevalue("gpt2_vocabulary")
-    tokenizer = chat(base, template)
-    assert tokenizer.decode([tokenizer.turn_end]) == ("<|eot|>" if template else "<|im_end|>")
+    made = chat(base, template)
+    tokenizer, answer_format, _ = made
+    assert tokenizer.decode([answer_format.turn_end]) == ("<|eot|>" if template else "<|im_end|>")
     assert tokenizer.eos_token == ("<|endoftext|>" if template else "<|im_end|>")
     tokenizer.save_pretrained(tmp_path)
     exported = AutoTokenizer.from_pretrained(tmp_path)
     for name, messages in CONVERSATIONS.items():
-        ids, in_loss = encode(tokenizer, messages)
+        ids, in_loss = encode(made, messages)
         expected = in_transformers(exported, messages)
         assert (ids.tolist(), in_loss.astype(int).tolist()) == expected, name
 
@@ -185,14 +195,15 @@ IN_LOSS = {  # arguments: the answer, and whether it is the last message
 
 @pytest.mark.parametrize("template", IN_LOSS)
 def test_the_loss_covers_the_answers_and_the_ends_of_their_turns(chat, template):
-    tokenizer = chat("bytes", template)
+    made = chat("bytes", template)
+    tokenizer, *_ = made
     for name, messages in CONVERSATIONS.items():
         expected = [
             IN_LOSS[template](message["content"], message is messages[-1])
             for message in messages
             if message["role"] == "assistant"
         ]
-        ids, in_loss = encode(tokenizer, messages)
+        ids, in_loss = encode(made, messages)
         assert tokenizer.decode(ids[in_loss]) == "".join(expected), name
         assert tokenizer.decode(ids) == tokenizer.apply_chat_template(messages, tokenize=False)
 
@@ -203,9 +214,9 @@ def test_all_bytes_of_a_character_are_in_the_loss(tmp_path):
 {{- m.content -}}{%- endgeneration -%}{%- else -%}{{- m.content -}}{%- endif -%}
 {{- '<|eot|>' -}}{%- endfor -%}"""
     tokenizer = common.load_tokenizer(save_base(tmp_path, None, outside, ("<|eot|>",)))
-    tag_answers(tokenizer)
+    made = tokenizer, conversations.AnswerFormat("", None), 0
     for answer in ("café", "漢", "🙂", "a🙂", "x"):
-        ids, in_loss = encode(tokenizer, said(("user", "é🙂"), ("assistant", answer)))
+        ids, in_loss = encode(made, said(("user", "é🙂"), ("assistant", answer)))
         assert tokenizer.decode(ids[in_loss]) == answer
 
 
@@ -220,14 +231,14 @@ def test_tokenizers_of_other_kinds(tmp_path):
         tokenizer.backend_tokenizer.enable_truncation(16)
         tokenizer.backend_tokenizer.enable_padding(length=16)
 
-    made, known = chat_tokenizer(save_base(tmp_path / "a", plain_markers))
-    assert max(made.convert_tokens_to_ids(TURN)) < known  # not added again
+    made = tokenizer, _, known = chat_tokenizer(save_base(tmp_path / "a", plain_markers))
+    assert max(tokenizer.convert_tokens_to_ids(TURN)) < known  # not added again
     ids, in_loss = encode(made, said(("user", "x"), ("assistant", "y" * 40)))
-    assert (ids == made.convert_tokens_to_ids("<|im_start|>")).sum() == 2
-    assert made.decode(ids[in_loss]) == "y" * 40 + "<|im_end|>"
+    assert (ids == tokenizer.convert_tokens_to_ids("<|im_start|>")).sum() == 2
+    assert tokenizer.decode(ids[in_loss]) == "y" * 40 + "<|im_end|>"
     assert tokenize({"messages": CONVERSATIONS["one turn"]}, made)[1] == "4<|im_end|>"
     for marker in TURN:
-        with pytest.raises(ValueError, match="spell out a special token"):
+        with pytest.raises(LeftOut, match="spell out a special token"):
             tokenize({"prompt": marker, "completion": "y"}, made)
 
     def with_start(tokenizer):
@@ -237,7 +248,7 @@ def test_tokenizers_of_other_kinds(tmp_path):
         processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 257)])
         tokenizer.backend_tokenizer.post_processor = processor
 
-    made, _ = chat_tokenizer(save_base(tmp_path / "b", with_start))
+    made = chat_tokenizer(save_base(tmp_path / "b", with_start))
     ids, _ = encode(made, CONVERSATIONS["one turn"])
     assert ids[0] == 257 and (ids == 257).sum() == 1
 
@@ -265,8 +276,8 @@ def test_a_hub_models_template_comes_along(tmp_path, monkeypatch):
         shutil.copytree(hub, here, ignore=lambda _, names: {*names} - {p.name for p in kept})
         return str(here)
 
-    monkeypatch.setattr(common.huggingface_hub, "snapshot_download", download)
-    tokenizer, known = chat_tokenizer(common.fetch_weights("someone/chat"))
+    monkeypatch.setattr(running.huggingface_hub, "snapshot_download", download)
+    tokenizer, _, known = chat_tokenizer(common.fetch_weights("someone/chat"))
     assert tokenizer.chat_template == TEMPLATES["headers"]
     assert len(tokenizer) == known  # no token of our own template
     assert {path.name for path in here.glob("*.safetensors")} == {"model.safetensors"}
@@ -274,11 +285,11 @@ def test_a_hub_models_template_comes_along(tmp_path, monkeypatch):
 
 def test_blanks_are_in_the_loss_if_the_tokenizer_skips_them():
     """A byte-level post-processor gives a token of blanks an empty span by default."""
-    made, _ = chat_tokenizer("bytes")
+    made = chat_tokenizer("bytes")
     answer = "if x:\n    y\n    z"
     turns = said(("user", " é "), ("assistant", answer), ("user", "\n"), ("assistant", " x"))
     for trim in (False, True):
-        made.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
+        made[0].backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
         assert tokenize({"messages": turns}, made)[1] == f"{answer}<|im_end|> x<|im_end|>"
 
 
@@ -289,7 +300,7 @@ def test_a_tokenizer_that_skips_ids_keeps_all_its_tokens(tmp_path):
     content["model"]["vocab"]["<|far|>"] = 400
     content["added_tokens"].append(content["added_tokens"][0] | {"id": 400, "content": "<|far|>"})
     (base / "tokenizer.json").write_text(json.dumps(content))
-    made, known = chat_tokenizer(str(base))
+    made, _, known = chat_tokenizer(str(base))
     assert known == 401 and len(made) < 401
     assert made.convert_tokens_to_ids("<|im_start|>") >= 401
 
@@ -301,11 +312,11 @@ def test_the_end_of_a_turn_is_the_last_token_in_the_loss(tmp_path):
         tokenizer.add_tokens(["\n", "\n\n"])
 
     base = save_base(tmp_path / "gemma", newlines, GEMMA, ("<turn>", "<|eot|>"))
-    made, _ = chat_tokenizer(base)
-    assert made.decode([made.turn_end]) == "<|eot|>"
+    made = tokenizer, answer_format, _ = chat_tokenizer(base)
+    assert tokenizer.decode([answer_format.turn_end]) == "<|eot|>"
     ids, in_loss = encode(made, CONVERSATIONS["one turn"])
-    assert made.decode(ids[in_loss]) == "4<|eot|>\n"
-    assert made.convert_tokens_to_ids("\n") == 259 == ids[-1]
+    assert tokenizer.decode(ids[in_loss]) == "4<|eot|>\n"
+    assert tokenizer.convert_tokens_to_ids("\n") == 259 == ids[-1]
 
     base = save_base(tmp_path / "outside", None, OUTSIDE, ("<think>", "</think>", "<|eot|>"))
     assert "no single token ends an answer" in refused(chat_tokenizer, base)
@@ -337,13 +348,13 @@ def test_a_template_with_more_spans_than_answers(tmp_path):
         tokenizer.add_tokens(["<U>", "<A>"])
 
     base = save_base(tmp_path, markers, MORE_SPANS, ("<|eot|>", "<|seen|>"))
-    made, _ = chat_tokenizer(base)
+    made = chat_tokenizer(base)
     turns = said(("user", "1"), ("assistant", "first"), ("user", "2"), ("assistant", "second"))
     assert tokenize({"messages": turns}, made)[1] == "first<|eot|>second<|eot|><|eot|>"
     row = {"prompt": turns[:3], "completion": "second"}
     assert tokenize(row, made)[1] == "second<|eot|><|eot|>"
     for forged in ("<A>", "<U>", "<|seen|>"):
-        with pytest.raises(ValueError, match="spell out a special token"):
+        with pytest.raises(LeftOut, match="spell out a special token"):
             tokenize({"prompt": f"x{forged}y", "completion": "z"}, made)
 
 
@@ -372,15 +383,15 @@ def thoughts_are_tokens(tokenizer):
 )
 def test_pad_is_a_token_of_its_own(tmp_path, change, template, more, pad):
     """Never one that ends a text or a turn, unless the tokenizer has its own template."""
-    made, known = chat_tokenizer(save_base(tmp_path / "a", change, template, more))
+    own = made, _, known = chat_tokenizer(save_base(tmp_path / "a", change, template, more))
     assert made.pad_token == pad
     if template:
         assert len(made) == known
     else:
         assert made.pad_token_id not in (made.eos_token_id, None)
-        assert made.pad_token_id not in encode(made, CONVERSATIONS["one turn"])[0]
+        assert made.pad_token_id not in encode(own, CONVERSATIONS["one turn"])[0]
     made.save_pretrained(tmp_path / "b")
-    again, then = chat_tokenizer(str(tmp_path / "b"))  # nothing is added again
+    again, _, then = chat_tokenizer(str(tmp_path / "b"))  # nothing is added again
     assert then == len(again) == len(made)
     assert (again.pad_token, again.eos_token) == (made.pad_token, made.eos_token)
     for token in TURN + INSIDE if template is None else more:
@@ -406,13 +417,18 @@ FORMS = {
 }
 
 
-def documents_of(path, tokenizer=None) -> common.Sequences:
+def documents_of(path, made: tuple | None = None) -> common.Sequences:
     """Call `load_documents` as the script does."""
-    tokenizer = tokenizer or chat_tokenizer("bytes")[0]
-    config = data_config(dataset=str(path))
-    return all_of(
-        common.load_documents(config, COLUMNS, fsdp2_sft.tokenize_conversation, tokenizer)
+    tokenizer, answer_format, _ = made or chat_tokenizer("bytes")
+    documents = common.load_documents(
+        data_config(dataset=str(path)),
+        conversations.COLUMNS,
+        fsdp2_sft.tokenize_conversation,
+        tokenizer,
+        conversations.CORPORA,
+        header=answer_format.header,
     )
+    return all_of(documents)
 
 
 def write(path: Path, rows: list[dict]) -> Path:
@@ -490,7 +506,7 @@ LEFT_OUT = [
     ({"messages": [{"role": "user", "content": [{"type": "image", "url": "x"}]}, ONE[1]]}, NO_TEXT),
     ({"messages": [{"role": "user", "content": ["look"]}, ONE[1]]}, NO_TEXT),
     ({"messages": [ONE[0] | {"content": [{"type": "text", "text": None}]}, ONE[1]]}, NO_TEXT),
-    ({"messages": "a: b"}, "Expecting value"),
+    ({"messages": "a: b"}, "are broken JSON"),
     ({"messages": [ONE[0], ONE[1] | {"content": "\n"}]}, "hold an empty answer"),
     ({"prompt": "a", "completion": ""}, "hold an empty answer"),
     ({"prompt": 4, "completion": "b"}, "hold no messages"),
@@ -511,10 +527,10 @@ LEFT_OUT = [
 
 def test_what_cannot_be_rendered_faithfully_is_left_out_and_counted(tmp_path, capsys):
     """Each row alone, and all of them among good rows."""
-    tokenizer, _ = chat_tokenizer("bytes")
+    made = chat_tokenizer("bytes")
     for row, why in LEFT_OUT:
-        with pytest.raises(ValueError, match=why):
-            tokenize(row, tokenizer)
+        with pytest.raises(LeftOut, match=why):
+            tokenize(row, made)
     thought = CONVERSATIONS["thought"]
     good = [{"messages": ONE}, {"messages": said(("user", "q"), ("assistant", "r"))}]
     good += [{"messages": thought}]
@@ -536,12 +552,12 @@ def test_long_conversations_are_truncated_and_need_an_answer(tmp_path, capsys):
     documents = documents_of(
         write(tmp_path / "rows.jsonl", [{"messages": ONE}, long_answer, late_answer])
     )
-    sequences = fsdp2_sft.truncate(documents, 512)
+    sequences = truncate(documents, 512)
     assert sequences.lengths[1] == 512 and len(sequences.lengths) == 2
     assert [set(end) for _, end in shown(sequences)] == [set("b<|im_end|>"), {"a"}]
     assert sequences.num_targets[1] == len(shown(sequences)[1][1]) < documents.num_targets[1]
     assert "2 of 3 conversations are cut to 512 tokens; 1 of these" in capsys.readouterr().out
-    assert len(fsdp2_sft.truncate(documents, 1024).lengths) == 3
+    assert len(truncate(documents, 1024).lengths) == 3
 
 
 def test_a_validation_set_that_truncation_empties_is_refused(tmp_path):
@@ -569,7 +585,8 @@ def test_data_without_conversations_is_refused(tmp_path):
 
 @pytest.mark.drill
 def test_stdlib_docstrings_have_a_wide_spread_of_lengths():
-    rows = common.open_dataset("stdlib-docstrings", None, "train").to_list()
+    config = data_config(dataset="stdlib-docstrings")
+    rows = common.open_dataset(config, conversations.CORPORA).to_list()
     lengths = [len(row["prompt"]) + len(row["completion"]) for row in rows]
     assert len(rows) > 3000
     assert np.quantile(lengths, 0.95) > 5 * np.quantile(lengths, 0.05)
@@ -584,7 +601,7 @@ def test_stdlib_docstrings_have_a_wide_spread_of_lengths():
 
 
 @pytest.fixture(scope="module")
-def conversations(texts, tmp_path_factory) -> Path:
+def chats(texts, tmp_path_factory) -> Path:
     """Return a .jsonl file of 60 conversations of one to three turns and very different length."""
     rng, rows = np.random.default_rng(0), []
     for number in range(60):
@@ -594,13 +611,13 @@ def conversations(texts, tmp_path_factory) -> Path:
             question, answer = (text[: int(rng.integers(5, 160))] for text in chosen)
             turns += [("user", question), ("assistant", f"{number} {answer}")]
         rows.append({"messages": said(*turns)})
-    return write(tmp_path_factory.mktemp("conversations") / "conversations.jsonl", rows)
+    return write(tmp_path_factory.mktemp("chats") / "chats.jsonl", rows)
 
 
-def training_of(path: Path, tokenizer=None, **changes) -> common.Batches:
+def training_of(path: Path, made: tuple | None = None, **changes) -> common.Batches:
     """Return the training batches of the script."""
-    training, _ = split(documents_of(path, tokenizer))
-    return make_batches(fsdp2_sft.truncate(training, 512), fsdp2_sft.ConversationBatches, **changes)
+    training, _ = split(documents_of(path, made))
+    return make_batches(truncate(training, 512), ConversationBatches, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -612,10 +629,10 @@ def model():
         torch.manual_seed(0)
         made = Qwen2ForCausalLM._from_config(small_shape(), attn_implementation=attention)
         made.plain_forward = made.forward
-        made.forward = functools.partial(fsdp2_sft.forward_with_loss, made, fsdp2_sft.chunk_loss)
+        made.forward = functools.partial(forward_with_loss, made, chunk_loss)
         return made
 
-    AttentionInterface.register("documents", fsdp2_sft.document_attention)
+    AttentionInterface.register("documents", document_attention)
     return make
 
 
@@ -632,21 +649,21 @@ def labels_in_transformers(tokenizer, path, row: int) -> tuple[torch.Tensor, tor
     return ids, torch.where(mask.bool(), ids, -100)
 
 
-def test_bucketed_packed_and_one_at_a_time_agree(conversations, model):
+def test_bucketed_packed_and_one_at_a_time_agree(chats, model):
     """The same conversations. One at a time uses the loss mask and the loss of transformers."""
-    tokenizer, training = chat_tokenizer("bytes")[0], training_of(conversations)
+    tokenizer, training = chat_tokenizer("bytes")[0], training_of(chats)
     alone, one, labels, sequences = model("bucketed"), 0.0, 0, training.sequences
     assert sequences.num_targets.sum() < 0.8 * sequences.lengths.sum()
     truncated = sequences.lengths == 512
     assert truncated.any() and not truncated.all()
     for line in sequences.index.document:
-        ids, wanted = labels_in_transformers(tokenizer, conversations, line)
+        ids, wanted = labels_in_transformers(tokenizer, chats, line)
         count = int((wanted[:, 1:] != -100).sum())
         one = one + count * alone.plain_forward(input_ids=ids, labels=wanted).loss
         labels += count
     expected = gradient(alone, one)
     for batching, multiple in ("bucketed", 1), ("packed", 1), ("bucketed", 64), ("packed", 64):
-        training = training_of(conversations, batching=batching, pad_to_multiple_of=multiple)
+        training = training_of(chats, batching=batching, pad_to_multiple_of=multiple)
         tuned, loss, counted = model(batching), 0.0, 0
         for indices in training.plan(0):
             batch = training.collate(indices)
@@ -659,10 +676,10 @@ def test_bucketed_packed_and_one_at_a_time_agree(conversations, model):
 
 
 @pytest.mark.parametrize("batching", ["bucketed", "packed"])
-def test_only_target_tokens_have_a_gradient(conversations, model, batching):
+def test_only_target_tokens_have_a_gradient(chats, model, batching):
     """And only they go through the head."""
     tokenizer, model = chat_tokenizer("bytes")[0], model(batching)
-    training, hidden = training_of(conversations, batching=batching), []
+    training, hidden = training_of(chats, batching=batching), []
     indices = max(training.plan(0), key=len)
     hook = model.model.register_forward_hook(lambda _, __, out: hidden.append(out[0]))
     batch = training.collate(indices)
@@ -679,7 +696,7 @@ def test_only_target_tokens_have_a_gradient(conversations, model, batching):
     reference = gradient(model, loss)
     trained = hidden[0].grad.abs().sum(-1) > 0  # [sequences, length]
     lines = training.sequences.index.document[indices]
-    made = [labels_in_transformers(tokenizer, conversations, line) for line in lines]
+    made = [labels_in_transformers(tokenizer, chats, line) for line in lines]
     wanted = [each[0, 1:] != -100 for _, each in made]
     if batching == "packed":
         wanted = [torch.cat(wanted)]
@@ -695,67 +712,9 @@ def test_only_target_tokens_have_a_gradient(conversations, model, batching):
 # --- What a run starts from -----------------------------------------------------------------------
 
 
-def test_the_learning_rate_suits_the_size_of_the_model():
-    """Flags win. A resumed run gets the same, because its model has the same size."""
-
-    def rates(num_parameters: int, **flags) -> list[float]:
-        config = fsdp2_sft.Config(**flags)
-        fsdp2_sft.set_learning_rates(config, num_parameters)
-        return pytest.approx([config.learning_rate, config.min_learning_rate], rel=1e-9)
-
-    assert rates(9_999_999) == [2e-3, 2e-4]
-    assert rates(10_000_000) == [2e-5, 2e-6]
-    assert rates(10_000_000, learning_rate=1e-4) == [1e-4, 1e-5]
-    assert rates(10_000_000, min_learning_rate=0.0) == [2e-5, 0.0]
-    assert rates(1, learning_rate=1e-4, min_learning_rate=1e-4) == [1e-4, 1e-4]
-    config = fsdp2_sft.Config(min_learning_rate=1e-4)
-    line = refused(fsdp2_sft.set_learning_rates, config, 10_000_000)
-    assert line == "--min_learning_rate is above --learning_rate"
-
-
-@pytest.mark.parametrize("script", [fsdp2_sft, fsdp2_grpo])
-def test_the_learning_rate_stays_at_its_peak_until_the_decay(script):
-    """Runs of different lengths share their rates until the shorter one decays."""
-
-    def rates(steps: int, decay_steps: int | None) -> list[float]:
-        config = script.Config(
-            learning_rate=1e-3,
-            min_learning_rate=1e-5,
-            warmup_steps=4,
-            steps=steps,
-            decay_steps=decay_steps,
-        )
-        return [script.learning_rate_at(step, config) for step in range(1, steps + 1)]
-
-    short, long = rates(20, 6), rates(50, 6)
-    assert short[:14] == long[:14] == [2.5e-4, 5e-4, 7.5e-4, *[1e-3] * 11]
-    assert long[:44] == short[:14] + [1e-3] * 30
-    assert short[14:] == long[44:] == sorted(short[14:], reverse=True)
-    assert short[14] < 1e-3 and short[16] == pytest.approx(5.05e-4) and short[-1] == 1e-5
-    assert rates(20, None) == rates(20, 16) == rates(20, 100)  # from the end of the warm-up
-    assert rates(20, None)[4] < 1e-3
-
-
-@pytest.mark.parametrize("loss, norm", [(math.nan, 1.0), (1.0, math.inf)])
-def test_values_that_are_not_finite_do_not_reach_the_weights(monkeypatch, loss, norm):
-    updates = []
-    monkeypatch.setattr(fsdp2_sft, "forward_backward", lambda *_: torch.tensor(loss))
-    monkeypatch.setattr(fsdp2_sft, "clip_grad_norm", lambda *_: torch.tensor(norm))
-    monkeypatch.setattr(fsdp2_sft, "optimizer_step", lambda *_: updates.append(1))
-    waiting = SimpleNamespace(wait=lambda: None)
-    monkeypatch.setattr(common.Run, "current", SimpleNamespace(checkpoints=waiting))
-    batch, optimizer = SimpleNamespace(num_targets=1, step=7), SimpleNamespace(param_groups=[])
-    step = [None, optimizer, batch, 1e-3, fsdp2_sft.Config(), None]
-    assert refused(fsdp2_sft.train_step, *step).startswith("step 7: the loss (")
-    assert not updates
-    monkeypatch.setattr(fsdp2_sft, "forward_backward", lambda *_: torch.tensor(1.0))
-    monkeypatch.setattr(fsdp2_sft, "clip_grad_norm", lambda *_: torch.tensor(1.0))
-    assert fsdp2_sft.train_step(*step) == {"loss": 1, "grad_norm": 1} and updates
-
-
 @pytest.fixture(scope="module")
-def flags(conversations) -> dict:
-    return {**SMALL, "dataset": conversations, "global_batch_tokens": 2048, "steps": 3}
+def flags(chats) -> dict:
+    return {**SMALL, "dataset": chats, "global_batch_tokens": 2048, "steps": 3}
 
 
 def tune(flags: dict, ranks: int = 2) -> str:
@@ -812,7 +771,7 @@ def test_the_vocabulary_grows_under_any_number_of_ranks_and_resumes(flags, tmp_p
     old = Qwen2ForCausalLM(small_shape(vocab_size=258)).to(torch.bfloat16)
     save_start(start, old)
     flags = flags | {"init_from": start, "run_dir": run_dir}
-    stop = {"call": "Run.log_step", "number": 2, "rank": 1, "do": "terminate"}
+    stop = {"call": "fsdp2_sft.train_step", "number": 2, "rank": 1, "do": "terminate"}
     done = launch(2, "fsdp2_sft", flags, [stop])
     assert (done.returncode, done.stderr) == (0, "")
     assert "stopped after step 2, saved" in done.stdout
@@ -844,13 +803,12 @@ def test_the_vocabulary_grows_under_any_number_of_ranks_and_resumes(flags, tmp_p
 def test_a_tokenizer_with_more_ids_than_the_model_is_refused(tmp_path):
     """Only the tokens of a chat template get new embeddings."""
     save_start(tmp_path, Qwen2ForCausalLM(small_shape(vocab_size=250)))
-    tokenizer, known = chat_tokenizer(str(tmp_path))
-    config = fsdp2_sft.Config(model=str(tmp_path))
-    line = refused(fsdp2_sft.build_model_config, config, tokenizer, known)
+    *_, known = chat_tokenizer(str(tmp_path))
+    line = refused(build_config, fsdp2_sft.Config(model=str(tmp_path)), known, None)
     assert "--tokenizer has 257 ids" in line and "only 250" in line
 
 
-def test_a_model_with_its_own_template_is_not_changed(flags, conversations, tmp_path):
+def test_a_model_with_its_own_template_is_not_changed(flags, chats, tmp_path):
     """Nothing is added to its tokenizer, and its first loss is that of plain transformers."""
     start = tmp_path / "start"
     more = ("<|header|>", "<|eot|>", "<|begin|>", "<|spare|>")
@@ -866,15 +824,15 @@ def test_a_model_with_its_own_template_is_not_changed(flags, conversations, tmp_
     config = json.loads((tmp_path / "run/hf/config.json").read_text())
     assert config["vocab_size"] == 270
 
-    tokenizer, known = chat_tokenizer(str(start))
+    made = tokenizer, _, known = chat_tokenizer(str(start))
     assert known == len(tokenizer) == 261
-    training, summed, targets = training_of(conversations, tokenizer), 0.0, 0
-    documents, _ = split(documents_of(conversations, tokenizer))
+    training, summed, targets = training_of(chats, made), 0.0, 0
+    documents, _ = split(documents_of(chats, made))
     cut = (documents.lengths > 512).sum()
     assert f"{cut} of {len(documents.lengths)} conversations are cut to 512 tokens" in output
     with torch.no_grad():
         for line in training.sequences.index.document[np.concatenate(training.plan(0)[:4])]:
-            ids, wanted = labels_in_transformers(tokenizer, conversations, line)
+            ids, wanted = labels_in_transformers(tokenizer, chats, line)
             count = int((wanted[:, 1:] != -100).sum())
             summed += count * model(input_ids=ids, labels=wanted).loss.item()
             targets += count

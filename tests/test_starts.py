@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import inspect
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import textwrap
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,8 +32,11 @@ from conftest import (
 from transformers import AutoModelForCausalLM
 
 import common
+import fsdp2_grpo
+import fsdp2_lora
 import fsdp2_pretrain
-from run import Run, set_learning_rates
+import fsdp2_sft
+from run import Run
 
 FLAGS = {**SMALL, "global_batch_tokens": 512, "steps": 4, "checkpoint_every": 2, "eval_every": 4}
 
@@ -200,40 +205,47 @@ def test_a_weight_that_nothing_initializes_ends_the_first_step(flags, tmp_path, 
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == b""
 
 
-TUNED = [fsdp2_pretrain]
+# Peak for a model below 10 million parameters, peak for a larger one, and peak over minimum.
+RATES = {
+    fsdp2_pretrain: (3e-3, 3e-4, 50),
+    fsdp2_sft: (2e-3, 2e-5, 10),
+    fsdp2_lora: (1e-2, 2e-4, 10),
+    fsdp2_grpo: (5e-4, 1e-6, 10),
+}
 
 
-@pytest.mark.parametrize("script", TUNED, ids=lambda script: script.__name__)
+@pytest.mark.parametrize("script", RATES, ids=lambda script: script.__name__)
 def test_learning_rates_depend_on_the_model(script):
     """Unless flags set them. The rates of a tiny model would ruin a large one."""
+    source = inspect.getsource(script.main)
+    lines = re.search(r"(    default = .*\n)?    set_learning_rates\(.*\n", source)[0]
 
     def rates(parameters: int, **flags) -> tuple[float, float]:
         config = {"learning_rate": None, "min_learning_rate": None, "init_from": None} | flags
         made = SimpleNamespace(**config)
-        set_learning_rates(made, script.default_learning_rate(made, parameters))
+        model = SimpleNamespace(num_parameters=lambda: parameters)
+        exec(textwrap.dedent(lines), vars(script) | {"config": made, "model": model})
         return made.learning_rate, made.min_learning_rate
 
-    small, large, part = {
-        "fsdp2_sft": (2e-3, 2e-5, 10),
-        "fsdp2_lora": (1e-2, 2e-4, 10),
-        "fsdp2_grpo": (5e-4, 1e-6, 10),
-    }.get(script.__name__, (3e-3, 3e-4, 50))
+    small, large, part = RATES[script]
     assert rates(9_999_999) == (small, small / part)
     assert rates(10_000_000) == (large, large / part)
     if script is fsdp2_pretrain:
         assert rates(10_000_000, init_from="run") == (large / 10, large / 10 / part)
     assert rates(10**9, learning_rate=0.5, init_from="run") == (0.5, 0.5 / part)
     assert rates(1, learning_rate=0.5, min_learning_rate=0.0) == (0.5, 0.0)
+    assert rates(1, learning_rate=0.5, min_learning_rate=0.5) == (0.5, 0.5)
     with pytest.raises(common.Refusal, match="--min_learning_rate is above --learning_rate"):
         rates(1, min_learning_rate=1.0)
 
 
-@pytest.mark.parametrize("script", TUNED, ids=lambda script: script.__name__)
-def test_the_learning_rate_decays_from_the_warm_up_on_or_at_the_end_alone(script):
+def test_the_learning_rate_decays_from_the_warm_up_on_or_at_the_end_alone():
+    """In every script, because `learning_rate_at` is the same text in all (tests/test_house.py)."""
+
     def rates(decay_steps: int | None, steps: int = 20) -> list[float]:
         config = SimpleNamespace(learning_rate=0.03, min_learning_rate=0.001, warmup_steps=5)
         vars(config).update(steps=steps, decay_steps=decay_steps)
-        return [script.learning_rate_at(step, config) for step in range(1, steps + 1)]
+        return [fsdp2_pretrain.learning_rate_at(step, config) for step in range(1, steps + 1)]
 
     cosine = [(1 + math.cos(math.pi * (step - 5) / 15)) / 2 for step in range(6, 21)]
     warm_up = [0.03 * step / 5 for step in range(1, 6)]

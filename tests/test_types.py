@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import script_parts as parts
 import torch
 import transformers
 from conftest import SMALL
@@ -23,9 +24,10 @@ import common
 import fsdp2_ep_pretrain
 import fsdp2_pp_pretrain
 import fsdp2_pretrain as script
+import model as shared_model
 
-BUCKETED_TYPES = common.BUCKETED_TYPES.split()
-PACKED_TYPES = common.PACKED_TYPES.split()
+BUCKETED_TYPES = shared_model.BUCKETED_TYPES.split()
+PACKED_TYPES = shared_model.PACKED_TYPES.split()
 VOCABULARY = 320
 # Names of sizes in the configs -> a small value.
 SMALL_SIZES = {
@@ -145,7 +147,6 @@ def small_config(name: str, variant: dict[str, Any]) -> transformers.PreTrainedC
     chosen = sorted({kinds.index(kind) for kind in kinds} | {depth - 1})
     chosen = chosen[: max(2, len(set(kinds)))]
     changes: dict[str, Any] = {"pad_token_id": None}
-    neutral = dict(line.split(maxsplit=1) for line in common.NEUTRAL_SETTINGS.splitlines())
     for key, value in settings.items():
         if key in per_layer:
             changes[key] = [value[i] for i in chosen]
@@ -155,7 +156,7 @@ def small_config(name: str, variant: dict[str, Any]) -> transformers.PreTrainedC
             changes[key] = 0.0  # no chance: both sides have to see the same
         elif key in SMALL_SIZES and isinstance(value, int):
             changes[key] = min(value, SMALL_SIZES[key])
-        elif key in neutral and str(value) not in neutral[key].split():
+        elif value not in shared_model.NEUTRAL.get(key, [value]):
             changes[key] = None
         if key in variant:
             changes[key] = variant[key]
@@ -255,7 +256,7 @@ def fill_with_nan(monkeypatch):
 def build(module: Any, directory: Any, tokenizer: Any, **flags) -> torch.nn.Module:
     """Make of a config.json in `directory` what a script makes of it."""
     config = module.Config(model=str(directory), **FLAGS | flags)
-    model = module.build_model(config, module.build_model_config(config, tokenizer))
+    model = parts.build_model(module, parts.build_config(config, tokenizer), config)
     return module.parallelize(model, config, CPU)
 
 
@@ -288,8 +289,7 @@ def check_type(
     total = loss_alone(plain)
     total.backward()
     expected = gradients(plain)
-    batch = SimpleNamespace(num_tokens=10, num_targets=9, squared_lengths=50)
-    assert common.step_flops(plain)(batch) > 0
+    assert min(shared_model.count_flops(plain)[:2]) > 0
     # Under the model's own names, as `common.export` writes and `common.load_weights` reads them.
     plain.save_pretrained(directory, save_original_format=False)
     again = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -353,12 +353,12 @@ def stage_of(
 ) -> torch.nn.Module:
     """Return one of two stages without ranks: what `parallelize` makes, with given weights."""
     pp = fsdp2_pp_pretrain
-    model_config = pp.build_model_config(config, tokenizer)
-    model = pp.build_model(config, model_config)
+    model_config = parts.build_config(config, tokenizer)
+    model = parts.build_model(pp, model_config, config)
     stage = pp.Stage(model, index, 2, config.micro_batch_tokens)
     model.stages = [SimpleNamespace(submod=stage, is_last=index == 1)]
     pp.keep_own_modules(model)
-    pp.initialize(model, model.modules(), config.seed, CPU)
+    shared_model.initialize(model, model.modules(), config.seed, CPU)
     if model_config.tie_word_embeddings and stage.is_last:
         model.tie_weights()
     missing, _ = model.load_state_dict(weights, strict=False)
@@ -378,15 +378,15 @@ def test_a_type_in_two_stages_is_right_or_refused(name, tokenizer, tmp_path):
         config = fsdp2_pp_pretrain.Config(
             model=str(tmp_path), **FLAGS, batching=batching, pipeline_parallel=1
         )
-        model_config = script.build_model_config(config, tokenizer)
-        model = script.build_model(config, model_config)
+        model_config = parts.build_config(config, tokenizer)
+        model = parts.build_model(fsdp2_pp_pretrain, model_config, config)
         try:
             fsdp2_pp_pretrain.check_model(model, config)
         except common.Refusal:
             assert name in NOT_IN_STAGES
             return
         assert name not in NOT_IN_STAGES
-        script.initialize(model, model.modules(), config.seed, CPU)
+        shared_model.initialize(model, model.modules(), config.seed, CPU)
         if model_config.tie_word_embeddings:
             model.tie_weights()
         model.load_state_dict(plain.state_dict())
@@ -413,7 +413,7 @@ def read(
     config = SimpleNamespace(
         model=str(directory), batching=batching, max_length=64, untested_model=untested
     )
-    return common.read_model_config(config, 257)
+    return shared_model.read_config(config, 257)
 
 
 def test_the_lists_are_long_enough():

@@ -86,8 +86,8 @@ write, read = Properties.__getstate__, Properties.__setstate__
 Properties.__getstate__ = lambda self: (*write(self)[:5], None)
 Properties.__setstate__ = lambda self, state: read(self, state[:5])
 torch.__version__ = "2.99.0"
-import common, fsdp2_pretrain
-common.launch(fsdp2_pretrain.main)
+import fsdp2_pretrain, run
+run.launch(fsdp2_pretrain.main)
 """
 
 
@@ -110,4 +110,4 @@ def test_a_checkpoint_of_a_newer_torch_is_refused_in_one_line(
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
-    assert line.startswith(f"error: {checkpoint} of torch 2.99.0 cannot be loaded (remove it? ")
+    assert line.startswith(f"error: {checkpoint} of torch 2.99.0 and AdamW cannot be loaded (")

@@ -14,8 +14,8 @@ from tokenizers import processors
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import common
+from common import fetch_weights
 from model import read_config
-from run import fetch_weights
 
 TEXT = "don't  WE'LL 12345 e\u0301\n\n x"
 

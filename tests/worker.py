@@ -5,11 +5,13 @@ For conftest.launch_cases (without cases), with more flags: --which, the kind of
 """
 
 import gc
+import itertools
 import json
 import sys
-from functools import partialmethod
+from functools import partial, partialmethod
 
 import cases  # also adds the root to sys.path
+import script_parts as parts
 import torch
 import torch.distributed as dist
 from grid import share
@@ -26,6 +28,8 @@ import fsdp2_ep_pretrain
 import fsdp2_pp_pretrain
 import fsdp2_pretrain
 import fsdp2_tp_pretrain
+import model as shared_model
+from run import set_learning_rates
 
 SCRIPTS = {"ddp": ddp_pretrain, "fsdp1": fsdp1_pretrain, "fsdp2": fsdp2_pretrain}
 SCRIPTS |= {"tp": fsdp2_tp_pretrain, "cp": fsdp2_cp_pretrain, "pp": fsdp2_pp_pretrain}
@@ -234,18 +238,18 @@ def train(script, flags: dict, device: torch.device, merge=False, count=False) -
         count: count the FLOPs too.
     """
     config = script.Config(**flags)
+    set_learning_rates(config, 1e-2)
+    config.warmup_steps, config.min_learning_rate = 0, config.learning_rate  # a constant rate
     tokenizer = common.load_tokenizer(config.tokenizer)
     documents = common.load_documents(config, ["text"], common.tokenize_text, tokenizer)
     training, validation = (
-        common.Batches(part.sequences(config.max_length), config, tokenizer.eos_token_id)
-        for part in common.split(documents, config.eval_tokens)
+        common.Batches(part.split(config.max_length), config, tokenizer.eos_token_id)
+        for part in common.train_validation_split(documents, config.eval_tokens)
     )
-    accumulation = config.global_batch_tokens // config.micro_batch_tokens
-    share = script.dp_rank_and_size(config)
-    steps = list(training.stream({"step": 0, "tokens": 0}, STEPS, accumulation, *share))
-    model = script.build_model(config, script.build_model_config(config, tokenizer))
-    script.set_learning_rates(config, model.num_parameters())
-    decayed = script.weight_decay_names(model)
+    batches = parts.stream(script, config, training)
+    steps = list(itertools.islice(batches, STEPS))
+    model = parts.build_model(script, parts.build_config(config, tokenizer), config)
+    decayed = shared_model.weight_decay_names(model)
     model = script.parallelize(model, config, device)
 
     inner = getattr(model, "module", model)
@@ -259,25 +263,25 @@ def train(script, flags: dict, device: torch.device, merge=False, count=False) -
     if config.init_from:
         common.load_weights(model, config.init_from)
 
-    optimizer = script.build_optimizer(model, decayed, config)
-    names = {id(parameter): name for name, parameter in script.optimizer_parameters(model)}
+    optimizer = parts.build_optimizer(script, model, decayed, config)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
     seen["decay"] = []
     for group in optimizer.param_groups:
-        parts = common.gather([names[id(parameter)] for parameter in group["params"]])
-        seen["decay"].append([group["weight_decay"], len(set().union(*parts))])
+        of_ranks = common.gather([names[id(parameter)] for parameter in group["params"]])
+        seen["decay"].append([group["weight_decay"], len(set().union(*of_ranks))])
     state = state_of(model)
     seen["initial"] = of_all_ranks({name: x.double().sum().item() for name, x in state.items()})
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     seen["held"] = sum(getattr(p, "_local_tensor", p).numel() for p in parameters)
 
     seen["losses"], seen["norms"], seen["expert_load"], seen["in_step"] = [], [], [], True
-    for batch in steps:
+    for step, batch in enumerate(steps, 1):
         if merge:
             batch.micro_batches = [merged(batch.micro_batches)]
-        measured = script.train_step(model, optimizer, batch, 1e-2, config, device)
+        measured = script.train_step(model, optimizer, batch, step, config, device)
         seen["losses"].append(measured["loss"])
         seen["norms"].append(measured["grad_norm"])
-        seen["expert_load"].append(batch.measured.get("expert_load"))
+        seen["expert_load"].append(measured.get("expert_load"))
         if script is ddp_pretrain:
             seen["in_step"] &= all(same_on_all_ranks(p.detach()) for p in model.parameters())
     seen["micro_batches"] = len(batch.micro_batches)
@@ -286,20 +290,22 @@ def train(script, flags: dict, device: torch.device, merge=False, count=False) -
     seen["final"] = of_all_ranks(
         {name: x.double().norm().item() for name, x in state_of(model).items()}
     )
-    seen["validation"] = script.evaluate(model, validation, config, device)
+    validate = partial(parts.evaluate, script, model, validation, config, device)
+    seen["validation"] = validate()
     seen["dtypes"] = sorted(
         {str(p.dtype) for p in parameters}
         | {str(v.dtype) for s in optimizer.state.values() for v in s.values() if v.dim()}
     )
+    config.learning_rate = config.min_learning_rate = 0.0
     if count:
         with FlopCounterMode(display=False) as flops:
-            script.train_step(model, optimizer, batch, 0.0, config, device)
+            script.train_step(model, optimizer, batch, 1, config, device)
         seen["flops"] = sum(common.gather(flops.get_total_flops()))
     if config.compile:  # train and validate on the same shapes again
         seen["graphs"] = [torch._dynamo.utils.counters["stats"]["unique_graphs"]]
         for batch in steps:
-            script.train_step(model, optimizer, batch, 0.0, config, device)
-        script.evaluate(model, validation, config, device)
+            script.train_step(model, optimizer, batch, 1, config, device)
+        validate()
         seen["graphs"].append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     return seen
 
@@ -320,14 +326,14 @@ def main() -> None:
             flags = base | flags
             if flags["model"] == "untied":
                 flags["model"] = given["--untied"]
-            merge, full_loss = flags.pop("merge", False), script.CHUNK_TOKENS
-            script.CHUNK_TOKENS = flags.pop("CHUNK_TOKENS", full_loss)
+            merge, full_loss = flags.pop("merge", False), shared_model.CHUNK_TOKENS
+            shared_model.CHUNK_TOKENS = flags.pop("CHUNK_TOKENS", full_loss)
             count = which == "plain" and mode in ("fp32", "ac_full", "ac_selective", "ac_fraction")
             kernels = which != "compiled" or (name, mode) in GENERATED
             backend = "inductor" if kernels else "aot_eager"
             torch.nn.Module.compile = partialmethod(COMPILE, backend=backend)
             seen[f"{name} {mode}"] = train(script, flags, device, merge, count)
-            script.CHUNK_TOKENS = full_loss
+            shared_model.CHUNK_TOKENS = full_loss
             gc.collect()
             torch._dynamo.reset()
             torch._dynamo.utils.counters.clear()

@@ -12,12 +12,14 @@ import pytest
 import torch
 from conftest import small_shape
 from test_data import refused
-from transformers import AutoConfig, AutoTokenizer, Qwen2ForCausalLM
+from transformers import AutoTokenizer, Qwen2ForCausalLM
 
-import chat
 import common
+import conversations
 import fsdp2_grpo
 import fsdp2_sft
+from common import LeftOut
+from conversations import chat_tokenizer
 
 HEADER = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 # In the style of published models. «» are where tags would go: around an answer, without the header
@@ -107,12 +109,21 @@ def flags_of(name: str, template: str = "own") -> SimpleNamespace:
     return SimpleNamespace(tokenizer=name, chat_template=template)
 
 
-def tune_with(folder: Path, template: str):
-    return fsdp2_sft.chat_tokenizer(flags_of(save_template(folder, template)))[0]
+def tune_with(folder: Path, template: str) -> tuple:
+    """Return what `chat_tokenizer` makes of a template: tokenizer, answer format, known ids."""
+    return chat_tokenizer(flags_of(save_template(folder, template)), "new tokens")
 
 
-def in_loss(row: dict, tokenizer) -> str:
-    ids, mask, *_ = fsdp2_sft.tokenize_conversation(row, tokenizer)
+def encode(made: tuple, messages: list) -> tuple[np.ndarray, np.ndarray]:
+    """Return ids and loss mask of a conversation with every answer in the loss."""
+    tokenizer, answer_format, _ = made
+    found = conversations.find_answers(tokenizer, messages, 0, answer_format.header)
+    return fsdp2_sft.encode(tokenizer, *found)
+
+
+def in_loss(row: dict, made: tuple) -> str:
+    tokenizer, answer_format, _ = made
+    ids, mask, *_ = fsdp2_sft.tokenize_conversation(row, tokenizer, answer_format.header)
     return tokenizer.decode(ids[mask])
 
 
@@ -123,7 +134,8 @@ def in_loss(row: dict, tokenizer) -> str:
 def test_a_template_without_tags_trains_as_with_tags_put_in_by_hand(name, tmp_path):
     """Ids and mask are those of transformers. The template itself keeps every byte."""
     template = TEMPLATES[name]
-    made = tune_with(tmp_path / "own", plain(template))
+    own = tune_with(tmp_path / "own", plain(template))
+    made, *_ = own
     tags = "{% if message.role == 'assistant' %}{% generation %}X{% endgeneration %}"
     tags += "{% else %}X{% endif %}"
     tagged = re.sub("«(.*?)»", lambda found: tags.replace("X", found[1]), template, flags=re.S)
@@ -134,7 +146,7 @@ def test_a_template_without_tags_trains_as_with_tags_put_in_by_hand(name, tmp_pa
     assert exported.chat_template == plain(template) and exported.eos_token == "</s>"
     assert exported.pad_token is None and len(exported) == len(oracle)
     for messages in CONVERSATIONS:
-        ids, mask = fsdp2_sft.encode(made, messages, start=0)
+        ids, mask = encode(own, messages)
         expected = oracle.apply_chat_template(
             messages, return_dict=True, return_assistant_tokens_mask=True
         )
@@ -197,13 +209,13 @@ def test_a_conversation_of_which_the_template_leaves_out_parts_is_left_out(name,
     except common.Refusal as refusal:
         assert "leaves out or mixes up" in str(refusal)
         return
-    with pytest.raises(ValueError, match="have parts that the chat template leaves out"):
+    with pytest.raises(LeftOut, match="have parts that the chat template leaves out"):
         in_loss({"prompt": long, "completion": "last"}, made)
 
 
 def test_a_template_that_cannot_take_the_messages_leaves_them_out(tmp_path):
     made = tune_with(tmp_path, plain(TEMPLATES["instructions"]))
-    with pytest.raises(ValueError, match="no place in the chat template: Only user and assistant"):
+    with pytest.raises(LeftOut, match="no place in the chat template: Only user and assistant"):
         in_loss({"system": "s", "messages": ONE}, made)
 
 
@@ -212,10 +224,11 @@ def test_a_template_where_no_token_ends_an_answer_is_refused(tmp_path):
     template = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% endfor %}
 {%- if add_generation_prompt %}<|assistant|>{% endif %}"""
     name = save_template(tmp_path, template)
-    line = refused(fsdp2_sft.chat_tokenizer, flags_of(name))
+    line = refused(chat_tokenizer, flags_of(name), "new tokens")
     assert "no single token ends an answer" in line and "--chat_template collection" in line
-    made, _ = fsdp2_sft.chat_tokenizer(flags_of(name, "collection"))
-    assert made.chat_template.endswith(chat.TEMPLATE) and made.eos_token == "<|im_end|>"
+    made = chat_tokenizer(flags_of(name, "collection"), "new tokens")
+    assert made[0].chat_template.endswith(conversations.TEMPLATE)
+    assert made[0].eos_token == "<|im_end|>"
     assert in_loss({"messages": ONE}, made) == "b<|im_end|>"
 
 
@@ -251,7 +264,7 @@ READ = {  # a row -> its messages
 def test_messages_are_read(name):
     row, messages = READ[name]
     start = messages.index(ONE[1]) if "completion" in row else 0
-    assert chat.read_conversation(row) == (messages, start)
+    assert conversations.read_conversation(row) == (messages, start)
 
 
 NOT_FOR_TRAINING = [
@@ -268,8 +281,8 @@ PART = "are not for training, or only in part: "
 def test_what_is_not_for_training_is_left_out(flag):
     """Whether the flag is on the row or on a message."""
     for row in {"messages": ONE} | flag, {"messages": [ONE[0], ONE[1] | flag]}:
-        with pytest.raises(ValueError, match=PART + next(iter(flag))):
-            chat.read_conversation(row)
+        with pytest.raises(LeftOut, match=PART + next(iter(flag))):
+            conversations.read_conversation(row)
 
 
 LEFT_OUT = [
@@ -288,7 +301,7 @@ LEFT_OUT = [
         "more than text: tool_calls",
     ),
     ({"messages": ONE, "images": [{"path": "x.png"}]}, "more than text: images"),
-    ({"messages": "no JSON"}, "Expecting value"),
+    ({"messages": "no JSON"}, "are broken JSON"),
     ({"messages": 4}, "hold no messages"),
     ({"prompt": 4, "completion": "b"}, "hold no messages"),
 ]
@@ -296,16 +309,16 @@ LEFT_OUT = [
 
 @pytest.mark.parametrize("row, why", LEFT_OUT, ids=str)
 def test_what_is_no_example_is_left_out_with_a_reason(row, why):
-    with pytest.raises(ValueError, match=why):
-        chat.read_conversation(row)
+    with pytest.raises(LeftOut, match=why):
+        conversations.read_conversation(row)
 
 
 def test_pairs_of_answers_are_left_out():
     """DPO's files. As prompt, chosen and rejected there is no answer to train on."""
-    made, _ = fsdp2_sft.chat_tokenizer(flags_of("bytes"))
-    with pytest.raises(ValueError, match="no column completion"):
+    made = chat_tokenizer(flags_of("bytes"), "new tokens")
+    with pytest.raises(LeftOut, match="no column completion"):
         in_loss({"prompt": "a", "chosen": "b", "rejected": "c"}, made)
-    with pytest.raises(ValueError, match="no column completion"):
+    with pytest.raises(LeftOut, match="no column completion"):
         in_loss({"chosen": ONE, "rejected": ONE}, made)
 
 
@@ -325,7 +338,7 @@ def test_a_reference_is_text_or_becomes_json(answer, reference):
 
 def test_a_float_as_reference_is_left_out():
     """It may have been written as 1.10."""
-    with pytest.raises(ValueError, match="hold an answer that is not text"):
+    with pytest.raises(LeftOut, match="hold an answer that is not text"):
         fsdp2_grpo.read_prompt({"prompt": "a", "answer": 1.1})
 
 
@@ -333,14 +346,14 @@ def test_a_float_as_reference_is_left_out():
 def test_a_prompt_is_what_stands_before_the_answer(name, tmp_path):
     """Also with [INST], where no generation prompt is needed."""
     folder = save_template(tmp_path, plain(TEMPLATES[name]))
-    made = fsdp2_grpo.chat_tokenizer(flags_of(folder))
-    assert made.decode([made.turn_end]) == ENDS[name].strip()
+    made, answer_format, _ = chat_tokenizer(flags_of(folder), "known tokens")
+    assert made.decode([answer_format.turn_end]) == ENDS[name].strip()
     tokens, in_reference, *_ = fsdp2_grpo.tokenize_prompt({"prompt": "a", "answer": "b"}, made)
     prompt = made.decode(tokens[~in_reference])
-    trained = fsdp2_sft.chat_tokenizer(flags_of(folder))[0]
-    ids, mask = fsdp2_sft.encode(trained, ONE, start=0)
-    assert trained.decode(ids).startswith(prompt)
-    assert trained.decode(ids[~mask]) == prompt
+    trained = chat_tokenizer(flags_of(folder), "new tokens")
+    ids, mask = encode(trained, ONE)
+    assert made.decode(ids).startswith(prompt)
+    assert made.decode(ids[~mask]) == prompt
 
 
 @pytest.fixture
@@ -353,37 +366,35 @@ def base(tmp_path) -> str:
     return folder
 
 
-@pytest.mark.parametrize("script", [fsdp2_sft, fsdp2_grpo])
-def test_all_end_tokens_of_the_base_model_end_an_answer(script, base):
-    config = script.Config(model=base, init_from=base, tokenizer=base)
-    made = script.chat_tokenizer(config)
-    tokenizer = made[0] if script is fsdp2_sft else made
-    more = made[1:] if script is fsdp2_sft else ()
-    ends = script.build_model_config(config, tokenizer, *more).eos_token_id
-    eot, eos = tokenizer.convert_tokens_to_ids(["<|eot_id|>", "</s>"])
-    assert ends == sorted({256, 300, eot, eos})
+MARKS = ["new tokens", "text", "known tokens"]  # of fsdp2_sft.py, fsdp2_lora.py, fsdp2_grpo.py
 
 
-@pytest.mark.parametrize("script", [fsdp2_sft, fsdp2_grpo])
-def test_the_export_samples_like_the_base_model(script, base, tmp_path):
-    """Also settings that transformers would not save: a temperature without sampling."""
-    file = Path(base, "generation_config.json")
+@pytest.mark.parametrize("marks", MARKS)
+def test_the_export_samples_like_the_base_model(marks, base, tmp_path):
+    """And ends where the base model ends, also with settings that transformers would not save: a
+    temperature without sampling."""
+    config = SimpleNamespace(model=base, tokenizer=base, chat_template="own")
+    made, answer_format, _ = chat_tokenizer(config, marks)
+    eot, eos = made.convert_tokens_to_ids(["<|eot_id|>", "</s>"])
+
+    def settings() -> dict:
+        found = conversations.base_generation(config, made, answer_format.turn_end)
+        found.to_json_file(tmp_path / "written.json")
+        return json.loads((tmp_path / "written.json").read_text())
+
+    assert settings()["eos_token_id"] == sorted({256, 300, eot, eos})
     own = {"temperature": 0.6, "top_p": 0.8, "eos_token_id": 256}
+    file = Path(base, "generation_config.json")
     file.write_text(json.dumps(own))
-    config = script.Config(model=base, init_from=base, tokenizer=base)
-    model = script.build_model(config, AutoConfig.from_pretrained(base, eos_token_id=[256, 300]))
-    model.generation_config.to_json_file(tmp_path / "written.json")
-    written = json.loads((tmp_path / "written.json").read_text())
-    assert written.items() >= (own | {"eos_token_id": [256, 300]}).items()
+    assert settings().items() >= (own | {"eos_token_id": sorted({256, eot, eos})}).items()
     file.unlink()
-    model = script.build_model(config, AutoConfig.from_pretrained(base, eos_token_id=[256, 300]))
-    assert model.generation_config.eos_token_id == [256, 300]
+    assert settings()["eos_token_id"] == sorted({eot, eos})
 
 
 def test_an_answer_ends_with_any_of_the_end_tokens(monkeypatch, base):
     """It samples no further, and gets its reward."""
-    made = fsdp2_grpo.chat_tokenizer(flags_of(base))
-    ends = [256, 300, made.turn_end]
+    made, answer_format, _ = chat_tokenizer(flags_of(base), "known tokens")
+    ends = [256, 300, answer_format.turn_end]
     run = SimpleNamespace(tokenizer=made, model_config=SimpleNamespace(eos_token_id=ends))
     monkeypatch.setattr(fsdp2_grpo, "reward", lambda prompt, answer, reference: 1 + len(answer))
     one = np.array([65], np.uint32)
