@@ -13,14 +13,14 @@ KEYS = "loss", "grad_norm"
 def read_log(path: str, steps: int) -> list[dict]:
     """Return a line for each step. Lines without these keys, such as validations, are skipped."""
     lines = []
-    for number, text in enumerate(open(path, encoding="utf-8"), 1):
+    for number, text in enumerate(open(path, encoding="utf-8", errors="replace"), 1):
         try:
             line = json.loads(text)
             values = [line[key] for key in KEYS if not line.keys().isdisjoint(KEYS)]
             if not all(type(value) in (int, float) and 0 < value < math.inf for value in values):
                 raise ValueError
         except (ValueError, AttributeError, KeyError):
-            raise ValueError(f"{path}, line {number}: no loss and grad_norm above 0") from None
+            raise ValueError(f"{path}, line {number}: no positive loss and grad_norm") from None
         if values:
             lines.append(line)
     if len(lines) != steps:
@@ -41,15 +41,12 @@ def distance(one: list[float], other: list[float], unit: float) -> float:
 
 def print_likeliest(log: list[float], known: list[tuple], tolerance: float) -> None:
     """Print the three likeliest mistakes. Those that do the same are printed as one."""
-    found: dict[str, tuple] = {}  # by name, with the number of ranks that fits best
-    for its, mistake in known:
-        away = distance(log, its, tolerance)
-        if away < found.get(mistake["name"], [math.inf])[0]:
-            found[mistake["name"]] = round(away, 4), mistake
-    distances = sorted({away for away, _ in found.values()})
-    if distances[0] > LIKE:
+    ranked = [(round(distance(log, its, tolerance), 4), mistake) for its, mistake in known]
+    ranked.sort(key=lambda pair: -pair[0])
+    found = {mistake["name"]: (away, mistake) for away, mistake in ranked}  # the nearest of a name
+    if ranked[-1][0] > LIKE:
         print("This is like none of the known mistakes. The nearest ones:")
-    for near in distances[:3]:
+    for near in sorted({away for away, _ in found.values()})[:3]:
         print(f"\ndistance {near:.2f}")
         for mistake in [mistake for away, mistake in found.values() if away == near]:
             print(f"  {mistake['name']} (on {' or '.join(map(str, mistake['ranks']))} ranks)")
@@ -58,13 +55,16 @@ def print_likeliest(log: list[float], known: list[tuple], tolerance: float) -> N
 
 def check_weights(path: str, sums: dict, tolerance: float) -> str | None:
     """Return what is wrong with the weights after the last step."""
-    from safetensors.torch import load_file
+    import safetensors.torch
 
-    tensors = {name: tensor.double() for name, tensor in load_file(path).items()}
+    try:
+        tensors = {name: x.double() for name, x in safetensors.torch.load_file(path).items()}
+    except safetensors.SafetensorError as error:
+        return f"error: {path}: {error}"
     if "lm_head.weight" in tensors:  # if it is tied to the embedding, it may be stored too
         sums.setdefault("lm_head.weight", sums["model.embed_tokens.weight"])
     if tensors.keys() != sums.keys():
-        return f"wrong weights: {min(tensors.keys() ^ sums.keys())} is missing, here or there"
+        return f"wrong weights: {min(tensors.keys() ^ sums.keys())} is missing or unexpected"
     for name, (total, size) in sums.items():
         off = abs(tensors[name].sum() - total) + abs(tensors[name].abs().sum() - size)
         if not off <= tolerance * size:
@@ -96,5 +96,5 @@ if __name__ == "__main__":
     parser.add_argument("--bf16", action="store_true", help="the loop computes in bf16")
     try:
         sys.exit(main(**vars(parser.parse_args())))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, ImportError) as error:
         sys.exit(f"error: {error}")

@@ -1,7 +1,9 @@
 """The mistakes that check.py can name, as one list.
 
 Most are edits of the plain loop in make.py. Those without edits cannot be written that way: their
-logs come from a planted run of the collection's scripts, and stand in recorded.json.
+logs come from a planted run of the collection's scripts, and stand in recorded.json. Mistakes in
+validation, export, the order of data, or the balancing of experts are not here, because a reference
+run has none of these.
 """
 
 from dataclasses import dataclass
@@ -439,5 +441,32 @@ MISTAKES = [
         None,
         (2,),
         folders=("dense", "packed", "chat"),
+    ),
+    Mistake(
+        "TP: `to_local` of a norm's weight, so that its gradients are not summed over the group",
+        "With sequence parallelism, each rank of a group sees a part of the tokens, and its "
+        "gradient of a norm's weight covers this part. All-reduce it over the group.",
+        "pytorch/torchtitan#2532 pytorch/torchtitan#4054 NVIDIA/Megatron-LM#1446",
+        None,
+        (2,),
+        folders=("dense", "packed", "chat"),
+    ),
+    Mistake(
+        "TP: data by rank and not by group",
+        "Ranks of a tensor-parallel group need the same sequences. Give the data loader the index "
+        "of the group, and the number of groups.",
+        "deepspeedai/DeepSpeed#99 huggingface/accelerate#3092",
+        None,
+        (2,),
+        folders=("packed",),
+    ),
+    Mistake(
+        "PP: gradients of a tied embedding not summed over the two stages that hold it",
+        "It is the embedding of the first stage, and the head of the last one. All-reduce its "
+        "gradient over the two, otherwise the copies drift apart.",
+        "",
+        None,
+        (2,),
+        folders=("dense", "packed"),
     ),
 ]

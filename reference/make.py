@@ -5,7 +5,7 @@
 The loop is the oracle that check.py compares a log with. It imports no other file of the collection
 but the list of mistakes, computes everything in float64 with a forward of its own, and trains on
 one sequence at a time. (transformers' forward computes norms, softmax and rotary embeddings in
-fp32, even in a float64 model.)
+fp32, even in a float64 model. It has to agree to 1e-6.)
 
 Each mistake of known_mistakes.py is an edit of this file's text. The edited loop runs too, so that
 check.py can tell a mistake by what it does to the loss and the gradient norm. recorded.json has the
@@ -20,9 +20,10 @@ from pathlib import Path
 import numpy as np
 import torch
 from known_mistakes import MISTAKES, Mistake
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy, silu
 from torch.nn.utils import clip_grad_norm_
+from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).parent
 STEPS, MICRO_BATCHES = 12, 4  # micro-batch i of a step belongs to rank i mod N
@@ -285,6 +286,19 @@ def forward(w: Weights, tokens: torch.Tensor, positions: torch.Tensor, config: d
     return x @ w.get("lm_head.weight", w["model.embed_tokens.weight"]).T
 
 
+def compare_with_transformers(folder: Path, micro_batches: list[list[dict]]) -> None:
+    """Check the logits of some micro-batches, on the weights as they are in the folder."""
+    config = json.loads((folder / "config.json").read_text())
+    weights = {n: x.double() for n, x in load_file(folder / "model.safetensors").items()}
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for tokens, _, positions in sum(map(rows, micro_batches), []):
+        with torch.no_grad():
+            wanted = model(tokens[None]).logits[0]
+        away = (forward(weights, tokens, positions, config) - wanted).abs().max().item()
+        if away > 1e-6:
+            sys.exit(f"error: {folder}: the forward is {away:.0e} from that of transformers")
+
+
 # --- The plain loop -------------------------------------------------------------------------------
 
 
@@ -452,6 +466,7 @@ def make(name: str, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "batches.json").write_text(dump(batches) + "\n")
+    compare_with_transformers(folder, batches["steps"][0])
 
     right, trained = train(weights, batches, config)
     expected = {

@@ -35,11 +35,16 @@ class Planted:
     own: dict[str, Any] = field(default_factory=dict)
 
 
+JOINED = "CP: parts of a sequence joined along the wrong dimension"
+NORM = "TP: `to_local` of a norm's weight, so that its gradients are not summed over the group"
+STREAM = "TP: data by rank and not by group"
+TIED = "PP: gradients of a tied embedding not summed over the two stages that hold it"
 PLANTED = [
-    Planted("CP: parts of a sequence joined along the wrong dimension", "dense"),
-    Planted("CP: parts of a sequence joined along the wrong dimension", "packed"),
-    Planted("CP: parts of a sequence joined along the wrong dimension", "chat"),
+    Planted(name, folder) for name in (JOINED, NORM) for folder in ("dense", "packed", "chat")
 ]
+# Micro-batches of one length, because collectives would fail on others.
+PLANTED += [Planted(STREAM, "packed")]
+PLANTED += [Planted(TIED, folder) for folder in ("dense", "packed")]
 
 
 def train(

@@ -13,6 +13,7 @@ import datasets
 import tiktoken
 
 import common
+import conversations
 
 LONGEST, POSITIONS = 31, 48  # predictions of a sequence, and positions of a micro-batch
 
@@ -48,7 +49,7 @@ def load_tokenizer(_) -> common.Tokenizer:
     )
 
 
-def load_documents(*_) -> datasets.Dataset:
+def load_documents(*_, **__) -> datasets.Dataset:
     """Return the sequences of all steps, as `common.load_documents` returns documents."""
     data = json.loads((Path(os.environ["REFERENCE"]) / "batches.json").read_text())
     rows = [
@@ -85,4 +86,8 @@ def main() -> None:
     common.load_documents = load_documents
     common.train_validation_split = train_validation_split
     common.Batches.plan = lambda self, epoch: self.sequences.plan
+    # Of fine-tuning. The model has all tokens, and the sequences their targets.
+    answers = conversations.AnswerFormat(header="", turn_end=None)
+    conversations.chat_tokenizer = lambda *_: (load_tokenizer(_), answers, 96)
+    conversations.truncate = lambda documents, _: documents
     runpy.run_path(os.environ["COPIED"], run_name="__main__")
