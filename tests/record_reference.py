@@ -8,6 +8,7 @@ reference/recorded.json. Then run reference/make.py, which copies the logs into 
 
 import json
 import os
+import shutil
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,9 +16,9 @@ from typing import Any
 
 import conftest
 import mistakes
-from reference_script import flags
 
 RECORDED = conftest.ROOT / "reference/recorded.json"
+LONGEST, POSITIONS = 31, 48  # predictions of a sequence, and positions of a micro-batch
 
 
 @dataclass
@@ -47,22 +48,37 @@ PLANTED += [Planted(STREAM, "packed")]
 PLANTED += [Planted(TIED, folder) for folder in ("dense", "packed")]
 
 
+def flags(folder: Path) -> dict:
+    """Return the flags with which a script trains as batches.json says."""
+    hyper = json.loads((folder / "batches.json").read_text())["hyper"]
+    assert (hyper["betas"], hyper["eps"]) == ([0.9, 0.95], 1e-8)  # those of every script
+    names = ["learning_rate", "min_learning_rate", "warmup_steps", "steps", "weight_decay"]
+    chosen = {name: hyper[name] for name in [*names, "grad_clip"]}
+    chosen |= {"init_from": folder, "tokenizer": "reference", "precision": "fp32"}
+    chosen |= {"max_length": LONGEST, "micro_batch_tokens": POSITIONS}
+    chosen |= {"global_batch_tokens": 4 * POSITIONS, "eval_every": hyper["steps"]}
+    return chosen | {"batching": "packed" if hyper["packed"] else "bucketed"}
+
+
 def train(
     script: str, ranks: int, folder: Path, run: Path, mistake: Any = None, **own: Any
 ) -> list[dict]:
     """Train a copy of a script on a reference run, perhaps with a mistake; returns its log.
 
     Args:
-        mistake: an object whose `apply` edits the text of the script.
+        mistake: an object whose `apply` edits the text of its `file`, the script or a shared one.
     """
-    copy = run.with_name(f"{run.name}_copy") / script
-    copy.parent.mkdir(parents=True)
-    text = (conftest.ROOT / script).read_text()
-    copy.write_text(mistake.apply(text) if mistake else text)
-    os.environ |= {"REFERENCE": str(folder), "COPIED": str(copy)}
+    copies = run.with_name(f"{run.name}_copy")
+    copies.mkdir(parents=True)
+    shutil.copy(conftest.ROOT / script, copies)
+    if mistake:
+        text = (conftest.ROOT / mistake.file).read_text()
+        (copies / mistake.file).write_text(mistake.apply(text))
+    os.environ |= {"REFERENCE": str(folder), "COPIED": str(copies / script)}
     done = conftest.launch(ranks, "reference_script", flags(folder) | {"run_dir": run} | own)
     alone = ranks == 1 and script.startswith("fsdp1")  # FSDP1 warns that it shards nothing
-    assert done.returncode == 0 and (alone or done.stderr == ""), done.stderr
+    if done.returncode or done.stderr and not alone:
+        raise RuntimeError(done.stderr)
     keys = ["step", "loss", "grad_norm", "learning_rate"]
     return [{key: line[key] for key in keys} for line in conftest.metrics(run)[0]]
 

@@ -24,7 +24,7 @@ class Real:
         edits: pairs of a text that the program has once, and its replacement.
         folder: which reference run it trains on.
         ranks: numbers of ranks to train on.
-        script: a script to edit; none: the loop of the page.
+        file: a script to edit; none: the loop of the page.
         place: of the right name in the answer, where it is not the first one.
     """
 
@@ -32,7 +32,7 @@ class Real:
     edits: list[tuple[str, str]]
     folder: str = "chat"
     ranks: tuple[int, ...] = SEVERAL
-    script: str = ""
+    file: str = ""
     place: dict[int, int] = field(default_factory=dict)
 
     def apply(self, text: str) -> str:
@@ -112,7 +112,7 @@ REAL = [
     Real(
         "gradients averaged over ranks, but not multiplied by their number",
         [("scale = dist.get_world_size() / batch", "scale = 1 / batch")],
-        script="fsdp2_pretrain.py",
+        file="fsdp2_pretrain.py",
     ),
     Real(
         "gradients too large by the number of ranks",
@@ -160,7 +160,7 @@ REAL = [
     Real(
         "gradients never synchronized, only the loss is",
         [("last = i == len(batch.micro_batches) - 1", "last = i == len(batch.micro_batches)")],
-        script="ddp_pretrain.py",
+        file="ddp_pretrain.py",
     ),
     Real("one rank trains alone", [OWN, MINE, (REDUCED, "        pass\n")]),
     Real(
@@ -302,7 +302,7 @@ REAL = [
             (NORM, f"    norm = nn.utils.get_total_norm({SHARDS})\n"),
             (FULL_NORM, NORM.replace("norm = ", "")),
         ],
-        script="fsdp2_pretrain.py",
+        file="fsdp2_pretrain.py",
     ),
     Real(
         "clipped by the norm of each rank's own shards",
@@ -314,7 +314,7 @@ REAL = [
                 "        shard *= min(1, config.grad_clip / (norm.item() + 1e-6))\n",
             ),
         ],
-        script="fsdp2_pretrain.py",
+        file="fsdp2_pretrain.py",
     ),
     Real("no clipping", [('hyper["grad_clip"])', "math.inf)")]),
     Real(
@@ -379,7 +379,7 @@ def table() -> str:
     """Return the table of the page: each mistake, and the place of its name in the answer."""
     lines = ["| mistake | where it was made | ranks: place of its name |", "| --- | --- | --- |"]
     for real in REAL:
-        where = f"a copy of {real.script}" if real.script else "the loop above"
+        where = f"a copy of `{real.file}`" if real.file else "the loop above"
         places = ", ".join(f"{ranks}: {real.place.get(ranks, 1)}" for ranks in real.ranks)
         lines.append(f"| {real.name} | {where}, on {real.folder}/ | {places} |")
     return "\n".join(lines)

@@ -1,33 +1,19 @@
 """Train a script of ours on a reference run: the script that the environment variable COPIED names.
 
 For conftest.launch. REFERENCE names the folder. The script's `main` runs as it is, but the data is
-that of batches.json, in its order. `flags` are what the script needs for it.
+that of batches.json, in its order. `flags` of record_reference.py are what the script needs for it.
 """
 
 import json
 import os
-import runpy
 from pathlib import Path
 
+import copied  # first, because it decides which shared files the next imports find
 import datasets
 import tiktoken
 
 import common
 import conversations
-
-LONGEST, POSITIONS = 31, 48  # predictions of a sequence, and positions of a micro-batch
-
-
-def flags(folder: Path) -> dict:
-    """Return the flags with which a script trains as batches.json says."""
-    hyper = json.loads((folder / "batches.json").read_text())["hyper"]
-    assert (hyper["betas"], hyper["eps"]) == ([0.9, 0.95], 1e-8)  # those of every script
-    names = ["learning_rate", "min_learning_rate", "warmup_steps", "steps", "weight_decay"]
-    chosen = {name: hyper[name] for name in [*names, "grad_clip"]}
-    chosen |= {"init_from": folder, "tokenizer": "reference", "precision": "fp32"}
-    chosen |= {"max_length": LONGEST, "micro_batch_tokens": POSITIONS}
-    chosen |= {"global_batch_tokens": 4 * POSITIONS, "eval_every": hyper["steps"]}
-    return chosen | {"batching": "packed" if hyper["packed"] else "bucketed"}
 
 
 class WholeSequences(common.Sequences):
@@ -90,4 +76,4 @@ def main() -> None:
     answers = conversations.AnswerFormat(header="", turn_end=None)
     conversations.chat_tokenizer = lambda *_: (load_tokenizer(_), answers, 96)
     conversations.truncate = lambda documents, _: documents
-    runpy.run_path(os.environ["COPIED"], run_name="__main__")
+    copied.main()
