@@ -1,8 +1,8 @@
 """Train on a reference run with the Trainer of transformers, or with TRL's SFTTrainer.
 
-    python tests/reference_trainer.py FOLDER LOG {trainer,sft,sft_bf16} {own,given}
+    python tests/reference_trainer.py {trainer,sft,sft_bf16} {own,given} LOGS FOLDER ...
 
-With `own`, optimizer and schedule are those that the trainer makes from its arguments. With
+It writes LOGS/NAME.jsonl for each folder. With `own`, optimizer and schedule are those that the trainer makes from its arguments. With
 `given`, they are those that reference/README.md asks for. An example of the data is a micro-batch,
 because micro-batches have different numbers of sequences.
 """
@@ -83,9 +83,9 @@ def optimizer_and_schedule(model: torch.nn.Module, hyper: dict) -> tuple:
     return optimizer, LambdaLR(optimizer, rate)
 
 
-def main(folder: str, log: str, which: str, optimizer: str) -> None:
-    transformers.logging.set_verbosity_error()
-    batches = json.loads((Path(folder) / "batches.json").read_text())
+def train(which: str, optimizer: str, folder: Path) -> list[dict]:
+    """Return the trainer's log."""
+    batches = json.loads((folder / "batches.json").read_text())
     hyper = batches["hyper"]
     model = AutoModelForCausalLM.from_pretrained(folder)
     given = {
@@ -113,8 +113,15 @@ def main(folder: str, log: str, which: str, optimizer: str) -> None:
         more |= {"bf16": False} if which == "sft" else {}
         trainer = trl.SFTTrainer(args=arguments(hyper, trl.SFTConfig, **more), **given)
     trainer.train()
-    lines = [line for line in trainer.state.log_history if "grad_norm" in line]
-    Path(log).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return [line for line in trainer.state.log_history if "grad_norm" in line]
+
+
+def main(which: str, optimizer: str, logs: str, *folders: str) -> None:
+    transformers.logging.set_verbosity_error()
+    for folder in map(Path, folders):
+        lines = train(which, optimizer, folder)
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (Path(logs) / f"{folder.name}.jsonl").write_text(text)
 
 
 if __name__ == "__main__":

@@ -595,31 +595,33 @@ def trl_package() -> str:
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("folder", ["dense", "chat"])
 @pytest.mark.parametrize(
     "which, optimizer",
-    [
-        ("trainer", "given"),
-        ("trainer", "own"),
-        ("sft", "given"),
-        ("sft", "own"),
-        ("sft_bf16", "given"),
-    ],
+    share(
+        [
+            ("trainer", "given"),
+            ("trainer", "own"),
+            ("sft", "given"),
+            ("sft", "own"),
+            ("sft_bf16", "given"),
+        ]
+    ),
 )
-def test_trainers_of_others_give_what_the_page_says(which, optimizer, folder, tmp_path, capsys):
-    log = tmp_path / "trainer.jsonl"
-    words = [REFERENCE / folder, log, which, optimizer]
+def test_trainers_of_others_give_what_the_page_says(which, optimizer, tmp_path, capsys):
+    folders = [REFERENCE / "dense", REFERENCE / "chat"]
     packages = trl_package() if which.startswith("sft") else ""
     done = subprocess.run(
-        [sys.executable, ROOT / "tests/reference_trainer.py", *words],
+        [sys.executable, ROOT / "tests/reference_trainer.py", which, optimizer, tmp_path, *folders],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": packages}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    if which == "sft_bf16":
-        assert check.TOLERANCE < off(folder, lines) < read(folder)["bf16_tolerance"]
-    elif optimizer == "given":
-        assert off(folder, lines) < check.TOLERANCE / 10
-    else:
-        printed = answer(folder, lines, tmp_path, capsys)
-        assert places(printed)["learning rate one step late"] == 1
+    for folder in ("dense", "chat"):
+        log = tmp_path / f"{folder}.jsonl"
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        if which == "sft_bf16":
+            assert check.TOLERANCE < off(folder, lines) < read(folder)["bf16_tolerance"]
+        elif optimizer == "given":
+            assert off(folder, lines) < check.TOLERANCE / 10
+        else:
+            printed = answer(folder, lines, tmp_path, capsys)
+            assert places(printed)["learning rate one step late"] == 1
