@@ -7,12 +7,14 @@ page's table is what this prints:
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+
+import mistakes
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "reference"))
-from known_mistakes import FEW, SEVERAL  # noqa: E402
+from known_mistakes import FEW, MISTAKES, SEVERAL  # noqa: E402
 
 
 @dataclass
@@ -24,8 +26,8 @@ class Real:
         edits: pairs of a text that the program has once, and its replacement.
         folder: which reference run it trains on.
         ranks: numbers of ranks to train on.
-        file: a script to edit; none: the loop of the page.
-        place: of the right name in the answer, where it is not the first one.
+        file: a file of ours to edit; none: the loop of the page.
+        group: the flag for the size of a group, which has all ranks.
     """
 
     name: str
@@ -33,7 +35,16 @@ class Real:
     folder: str = "chat"
     ranks: tuple[int, ...] = SEVERAL
     file: str = ""
-    place: dict[int, int] = field(default_factory=dict)
+    group: str = ""
+
+    @property
+    def script(self) -> str:
+        """Return the script to run."""
+        return "fsdp2_pretrain.py" if self.file == "model.py" else self.file
+
+    def flags(self, ranks: int) -> dict:
+        flags = {self.group: ranks} if self.group else {}
+        return flags | ({"balance_rate": 0} if self.group == "expert_parallel" else {})
 
     def apply(self, text: str) -> str:
         """Return the program with the mistake."""
@@ -41,6 +52,12 @@ class Real:
             assert text.count(before) == 1, f"{self.name}: {text.count(before)}x {before}"
             text = text.replace(before, after)
         return text
+
+
+def planted(name: str) -> list[tuple[str, str]]:
+    """Return the edits of a mistake of tests/mistakes.py."""
+    [mistake] = [each for each in mistakes.MISTAKES if each.name == name]
+    return mistake.edits
 
 
 def loop() -> str:
@@ -216,36 +233,15 @@ REAL = [
     ),
     Real(
         "attention across the sequences of a packed row",
-        [
-            (
-                "        for sequence in micro_batch:\n",
-                "        lengths = [len(sequence['tokens']) - 1 for sequence in micro_batch]\n"
-                "        positions = torch.cat([torch.arange(n) for n in lengths])[None]\n"
-                "        tokens = torch.tensor(sum((s['tokens'][:-1] for s in micro_batch), []))\n"
-                "        labels = torch.tensor(sum((s['tokens'][1:] for s in micro_batch), []))\n"
-                "        mask = torch.ones_like(tokens)[None]\n"
-                "        for sequence in [micro_batch]:\n",
-            ),
-            (
-                TOKENS,
-                "output = model(tokens[None], attention_mask=mask, position_ids=positions)",
-            ),
-            ("labels = tokens.where(is_target == 1, -100)", "pass"),
-            (FORWARD, "logits = output.logits[0]\n"),
-            ("cross_entropy(logits, labels[1:],", "cross_entropy(logits, labels,"),
-        ],
+        planted("attention across the documents of a packed sequence"),
         folder="packed",
+        file="model.py",
     ),
     Real(
         "CP: each rank counts positions from 0",
-        [
-            (
-                FORWARD,
-                "part = -(-max(len(each['tokens']) - 1 for each in micro_batch) // ranks)\n"
-                "            positions = torch.arange(len(tokens) - 1)[None] % part\n"
-                "            logits = model(tokens[None, :-1], position_ids=positions).logits[0]\n",
-            )
-        ],
+        planted("CP: each rank counts positions from 0"),
+        file="fsdp2_cp_pretrain.py",
+        group="context_parallel",
     ),
     Real(
         "tied embedding untied",
@@ -287,14 +283,10 @@ REAL = [
     ),
     Real(
         "EP: gradients of experts too large by the ranks of the group",
-        [
-            (
-                REDUCED,
-                REDUCED + "    for name, p in model.named_parameters():\n"
-                "        p.grad *= ranks if 'experts' in name else 1\n",
-            )
-        ],
+        planted("EP: gradients of experts averaged like the others"),
         folder="moe",
+        file="fsdp2_ep_pretrain.py",
+        group="expert_parallel",
     ),
     Real(
         "gradient norm of one rank's shards",
@@ -376,12 +368,16 @@ UNKNOWN = {
 
 
 def table() -> str:
-    """Return the table of the page: each mistake, and the place of its name in the answer."""
-    lines = ["| mistake | where it was made | ranks: place of its name |", "| --- | --- | --- |"]
+    """Return the table of the page. test_reference.py proves that each name comes first."""
+    lines = ["| mistake | made in | ranks | place of its name |", "| --- | --- | --- | --- |"]
     for real in REAL:
         where = f"a copy of `{real.file}`" if real.file else "the loop above"
-        places = ", ".join(f"{ranks}: {real.place.get(ranks, 1)}" for ranks in real.ranks)
-        lines.append(f"| {real.name} | {where}, on {real.folder}/ | {places} |")
+        ranks = " and ".join(map(str, real.ranks))
+        lines.append(f"| {real.name} | {where}, `{real.folder}` | {ranks} | 1 |")
+    for mistake in MISTAKES:
+        if mistake.edits is None:
+            folders = ", ".join(f"`{folder}`" for folder in mistake.folders)
+            lines.append(f"| {mistake.name} | recorded from a script, {folders} | 2 | 1 |")
     return "\n".join(lines)
 
 

@@ -2,9 +2,9 @@
 
     python tests/reference_trainer.py {trainer,sft,sft_bf16} {own,given} LOGS FOLDER ...
 
-It writes LOGS/NAME.jsonl for each folder. With `own`, optimizer and schedule are those that the trainer makes from its arguments. With
-`given`, they are those that reference/README.md asks for. An example of the data is a micro-batch,
-because micro-batches have different numbers of sequences.
+It writes LOGS/NAME.jsonl for each folder. With `own`, optimizer and schedule are those that the
+trainer makes from its arguments. With `given`, they are those that reference/README.md asks for. An
+example of the data is a micro-batch, because micro-batches have different numbers of sequences.
 """
 
 import json

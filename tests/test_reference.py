@@ -549,8 +549,10 @@ def test_a_mistake_in_a_real_loop_is_named(ranks, tmp_path, capsys):
     share((real, ranks) for real in REAL if real.file for ranks in real.ranks),
     ids=lambda value: getattr(value, "name", value),
 )
-def test_a_mistake_in_a_copy_of_a_script_is_named(real, ranks, tmp_path, capsys):
-    lines = train(real.file, ranks, REFERENCE / real.folder, tmp_path / "run", real)
+def test_a_mistake_in_a_copy_of_a_script_is_named(real, ranks, tmp_path, starts, capsys):
+    flags = real.flags(ranks) | {"init_from": starts[real.folder]}
+    folder = REFERENCE / real.folder
+    lines = train(real.script, ranks, folder, tmp_path / "run", real, **flags)
     check_named(real, ranks, lines, tmp_path, capsys)
 
 
