@@ -1,10 +1,11 @@
 """Train on a reference run with the Trainer of transformers, or with TRL's SFTTrainer.
 
-    python tests/reference_trainer.py {trainer,sft,sft_bf16} {own,given} LOGS FOLDER ...
+    python tests/reference_trainer.py {trainer,sft,sft_bf16} {own,given,means} LOGS FOLDER ...
 
 It writes LOGS/NAME.jsonl for each folder. With `own`, optimizer and schedule are those that the
-trainer makes from its arguments. With `given`, they are those that reference/README.md asks for. An
-example of the data is a micro-batch, because micro-batches have different numbers of sequences.
+trainer makes from its arguments. With `given`, they are those that reference/README.md asks for.
+With `means` too, but the model does not get the number of targets. An example of the data is a
+micro-batch, because micro-batches have different numbers of sequences.
 """
 
 import json
@@ -93,7 +94,7 @@ def train(which: str, optimizer: str, folder: Path) -> list[dict]:
         "train_dataset": [micro_batch(each) for step in batches["steps"] for each in step],
         "data_collator": lambda examples: examples[0],
     }
-    if optimizer == "given":
+    if optimizer != "own":
         given["optimizers"] = optimizer_and_schedule(model, hyper)
     if which == "trainer":
         trainer = transformers.Trainer(
@@ -112,6 +113,8 @@ def train(which: str, optimizer: str, folder: Path) -> list[dict]:
         more: dict = {"dataset_kwargs": {"skip_prepare_dataset": True}}
         more |= {"bf16": False} if which == "sft" else {}
         trainer = trl.SFTTrainer(args=arguments(hyper, trl.SFTConfig, **more), **given)
+    if optimizer == "means":
+        trainer.model_accepts_loss_kwargs = False
     trainer.train()
     return [line for line in trainer.state.log_history if "grad_norm" in line]
 

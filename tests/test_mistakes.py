@@ -10,6 +10,7 @@ import check
 import pytest
 import test_agreement
 from conftest import EXPERTS, ROOT, RUN_FLAGS, SIZES, launch, metrics, read_lines
+from grid import share
 from mistakes import MISTAKES, Mistake, table
 from record_reference import train
 from safetensors.torch import load_file
@@ -145,7 +146,7 @@ def test_a_mistake_fits_the_file(mistake):
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+@pytest.mark.parametrize("mistake", share(MISTAKES), ids=lambda mistake: mistake.name)
 def test_a_planted_mistake_is_noticed(mistake, run, files, corpus, monkeypatch, tmp_path):
     check = CHECKS[mistake.check]
     case = f"{mistake.check} {mistake.file} {mistake.own}"

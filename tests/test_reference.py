@@ -372,6 +372,14 @@ def test_the_loop_of_the_page_is_right(tmp_path):
     assert check.TOLERANCE < off("chat", seen["chat"]) < read("chat")["bf16_tolerance"]
 
 
+def test_the_command_of_the_page_copies_the_loop(tmp_path):
+    page = (REFERENCE / "README.md").read_text()
+    [command, *_] = page.split("<!-- example -->\n```bash\n")[1].splitlines()
+    words = command.replace("loop.py", str(tmp_path / "loop.py"))
+    subprocess.run(words, shell=True, cwd=ROOT, check=True)
+    assert (tmp_path / "loop.py").read_text() == loop()
+
+
 def test_the_loop_of_the_page_is_short():
     assert len([line for line in loop().splitlines() if line.strip()]) <= 40
     assert all(len(line) <= 100 for line in loop().splitlines())
@@ -602,6 +610,7 @@ def trl_package() -> str:
     share(
         [
             ("trainer", "given"),
+            ("trainer", "means"),
             ("trainer", "own"),
             ("sft", "given"),
             ("sft", "own"),
@@ -626,4 +635,8 @@ def test_trainers_of_others_give_what_the_page_says(which, optimizer, tmp_path, 
             assert off(folder, lines) < check.TOLERANCE / 10
         else:
             printed = answer(folder, lines, tmp_path, capsys)
-            assert places(printed)["learning rate one step late"] == 1
+            name = "learning rate one step late"
+            if optimizer == "means":
+                name = "mean of the micro-batches' means"
+            assert places(printed)[name] == 1
+            assert ("This is like none" in printed) == (optimizer == "own")
