@@ -49,7 +49,7 @@ def print_likeliest(log: list[float], known: list[tuple], tolerance: float) -> N
     for near in sorted({away for away, _ in found.values()})[:3]:
         print(f"\ndistance {near:.2f}")
         for mistake in [mistake for away, mistake in found.values() if away == near]:
-            print(f"  {mistake['name']} (on {' or '.join(map(str, mistake['ranks']))} ranks)")
+            print(f"  {mistake['name']} (ranks: {', '.join(map(str, mistake['ranks']))})")
             print(f"    {mistake['sentence']} {mistake['thread']}")
 
 

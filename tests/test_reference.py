@@ -57,7 +57,7 @@ def places(printed: str) -> dict[str, int]:
     """Return the names that an answer has, with their places. Those that do the same share one."""
     found = {}
     for place, part in enumerate(printed.split("\ndistance ")[1:], 1):
-        found |= dict.fromkeys(re.findall(r"^  (\S.*) \(on [1-4 or]+ ranks\)$", part, re.M), place)
+        found |= dict.fromkeys(re.findall(r"^  (\S.*) \(ranks: [124, ]+\)$", part, re.M), place)
     return found
 
 
@@ -538,8 +538,8 @@ def check_named(real: Real, ranks: int, lines: list[dict], tmp_path: Path, capsy
     assert "like none" not in printed and places(printed).get(real.name) == 1, (real.name, printed)
     first = printed.split("\ndistance ")[1]
     assert float(first.split()[0]) < 0.05
-    found = re.search(re.escape(f"  {real.name} (on ") + r"([1-4 or]+) ranks\)", first)
-    assert str(ranks) in found[1].split(" or ")
+    found = re.search(re.escape(f"  {real.name} (ranks: ") + r"([124, ]+)\)", first)
+    assert str(ranks) in found[1].split(", ")
 
 
 @pytest.mark.drill
