@@ -496,11 +496,14 @@ def test_every_strategy_is_right(name, folder, ranks, tmp_path, starts):
 
 
 @pytest.mark.drill
-def test_muon_begins_right(tmp_path):
-    """Its first loss and gradient norm are those of AdamW, the update is its own."""
-    lines = train(MUON, 2, REFERENCE / "dense", tmp_path / "run")
-    found = check.ratios(lines, read("dense")["right"])
-    assert max(map(abs, found[:2])) < check.TOLERANCE / 10
+@pytest.mark.parametrize(
+    "script, folder, ranks, right", [(MUON, "dense", 2, 2), ("fsdp2_lora.py", "chat", 1, 1)]
+)
+def test_others_begin_right(script, folder, ranks, right, tmp_path):
+    """Muon with loss and gradient norm, LoRA with the loss. (GRPO draws its own sequences.)"""
+    lines = train(script, ranks, REFERENCE / folder, tmp_path / "run")
+    found = check.ratios(lines, read(folder)["right"])
+    assert max(map(abs, found[:right])) < check.TOLERANCE / 10
     assert abs(found[2]) > 1e-4
 
 
