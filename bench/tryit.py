@@ -41,7 +41,7 @@ def run_blocks(
     with tempfile.TemporaryDirectory() as folder:
         for file in ROOT.glob("*.py"):
             shutil.copy(file, folder)
-        for name in ("bench", "by_hand"):
+        for name in ("bench", "by_hand", "reference"):
             shutil.copytree(ROOT / name, Path(folder, name))
         environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
         environment["PATH"] = f"{programs}:{environment['PATH']}"

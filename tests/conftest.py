@@ -21,7 +21,7 @@ import pytest
 # other keep spinning, which made the tests of sampling 30 times slower.
 os.environ["OMP_NUM_THREADS"] = "1"
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "reference")]
 # `common` is imported where it is used, because the process that only starts those of `pytest -n`
 # reads this file too, and would need seconds for PyTorch before they start.
 

@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 SHARED = ["common", "model", "run", "conversations"]
+COPY = Path(os.environ["COPIED"])
+if any((COPY.parent / f"{name}.py").exists() for name in SHARED):
+    for name in SHARED:  # all of them, because they import each other
+        sys.modules.pop(name, None)
+    sys.path.insert(0, str(COPY.parent))
 
 
 def main() -> None:
-    copy = Path(os.environ["COPIED"])
-    if any((copy.parent / f"{name}.py").exists() for name in SHARED):
-        for name in SHARED:  # all of them, because they import each other
-            sys.modules.pop(name, None)
-        sys.path.insert(0, str(copy.parent))
-    runpy.run_path(str(copy), run_name="__main__")
+    runpy.run_path(str(COPY), run_name="__main__")

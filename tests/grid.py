@@ -1,9 +1,9 @@
 """A third of a large grid of cases, for .ci/run.
 
-Grids of pairs, meshes, types and modes took most of the drills' time, and a change rarely breaks
-one of their cases alone. With GRID_SHARE, a number, each grid has only the third that the number
-selects. Without it, as in `pytest -m drill`, all cases run. If you change what a grid covers, run
-all of it.
+Grids of pairs, meshes, types, modes and mistakes took most of the drills' time, and a change rarely
+breaks one of their cases alone. With GRID_SHARE, a number, each grid has only the third that the
+number selects. Without it, as in `pytest -m drill`, all cases run. If you change what a grid
+covers, run all of it.
 """
 
 import os

@@ -263,7 +263,7 @@ MISTAKES = [
         ],
         "agreement",
         "gradient norm 0.2",
-        test="test_ranks_that_share_a_model_change_nothing",
+        test="test_a_strategy_is_right",
     ),
     Mistake(
         "EP: biases of experts moved by the tokens of one rank",
@@ -283,7 +283,7 @@ MISTAKES = [
                 "lengths = [query.shape[2]]",
             )
         ],
-        "plain loop",
+        "reference",
         "loss",
     ),
     Mistake(
@@ -297,7 +297,7 @@ MISTAKES = [
                 "        order = np.concatenate([rng.permutation(share) for share in shares])\n",
             )
         ],
-        "plain loop",
+        "world sizes",
         "loss",
     ),
     Mistake(
@@ -344,7 +344,8 @@ def links(threads: str) -> str:
 # The test of the suite that does what the check does.
 TESTS = {
     "agreement": "test_mode_agrees_with_ddp",
-    "plain loop": "test_plain_loop_in_one_process_gives_the_same_losses",
+    "reference": "test_a_strategy_is_right",
+    "world sizes": "test_world_sizes_agree",
     "experts": "test_plain_loop_balances_experts_alike",
     "resumes": "test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one",
     "export": "test_shards_hold_the_tensors_of_the_checkpoint",

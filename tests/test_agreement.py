@@ -38,7 +38,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     MiniMaxM2ForCausalLM,
-    Qwen2ForCausalLM,
 )
 
 import common
@@ -121,44 +120,6 @@ def check_agreement(one: Path, other: Path) -> None:
     assert worst(*([line["grad_norm"] for line in lines] for lines in training)) < 5e-6
     assert worst(*([line["validation_loss"] for line in lines] for lines in validation)) < 2e-6
     assert training[0][-1]["tokens"] == training[1][-1]["tokens"]
-
-
-RING = {"context_parallel": 4, "context_attention": "ring", "batching": "bucketed"}
-SHARED = {
-    "cp 2x2": (INSIDE[1], {}),
-    "pp 2x2": (INSIDE[2], {}),
-    "nd 2x2": ("fsdp2_nd_pretrain.py", {"tensor_parallel": 2, "pipeline_parallel": 2}),
-    "ep 2x2": (EXPERTS, {}),
-}
-MORE_SHARED = {
-    "tp 2x2": (INSIDE[0], {}),
-    "cp 1x4": (INSIDE[1], {"context_parallel": 4}),
-    "cp 1x4 ring": (INSIDE[1], RING),
-    "pp 2x2 replicas": (INSIDE[2], {"dp_replicate": 2}),
-    "ep 1x4": (EXPERTS, {"expert_parallel": 4}),
-}
-
-
-@pytest.mark.parametrize(
-    "script, own",
-    [pytest.param(*case, id=name) for name, case in SHARED.items()]
-    + [
-        pytest.param(*MORE_SHARED[name], id=name, marks=pytest.mark.drill)
-        for name in share(MORE_SHARED)
-    ],
-)
-def test_ranks_that_share_a_model_change_nothing(
-    run, shape_directory, mixture_directory, script, own
-):
-    """On 4 ranks, with odd sequence lengths. (tests/test_modes.py has all modes on 2 ranks.)"""
-    flags = SHORT | {"model": mixture_directory if script == EXPERTS else shape_directory}
-    flags["batching"] = own.get("batching", "packed")
-    if script == EXPERTS:
-        own = own | {"balance_rate": 0}
-    one = run("fsdp2_pretrain.py", 4, **flags)
-    other = run(script, 4, **flags | own)
-    check_agreement(one, other)
-    assert all(("expert_load" in line) == (script == EXPERTS) for line in metrics(other)[0])
 
 
 def check_tied_copies(directory: Path, ranks: int = 4) -> None:
@@ -281,24 +242,6 @@ class PlainLoop:
         exported = AutoModelForCausalLM.from_pretrained(folder / "fp32").state_dict()
         for name, tensor in self.model.state_dict().items():
             torch.testing.assert_close(exported[name], tensor, rtol=1e-3, atol=2e-4)
-
-
-@pytest.mark.parametrize("batching", ["bucketed", "packed"])
-def test_plain_loop_in_one_process_gives_the_same_losses(
-    run, texts, corpus, weights_directory, tmp_path, batching
-):
-    """Other tests compare the other scripts with this one."""
-    directory = run("fsdp2_pretrain.py", 2, init_from=weights_directory, batching=batching)
-    model = Qwen2ForCausalLM.from_pretrained(weights_directory, dtype=torch.float32)
-    loop = PlainLoop(model, corpus, batching=batching)
-    known = {text.encode() for text in texts}
-    for index in np.concatenate(loop.micro_batches[: STEPS * 8]):
-        tokens, _ = loop.sequences.read(index)
-        piece = bytes(tokens[tokens < 256].astype(np.uint8))
-        assert any(piece in text for text in known)
-    for step in range(STEPS):
-        loop.step(step)
-    loop.check(directory, tmp_path)
 
 
 def test_plain_loop_balances_experts_alike(run, corpus, mixture_directory, tmp_path):

@@ -1,14 +1,18 @@
 """Mistakes that others made are planted in copies of our files, and the tests notice each one."""
 
+import json
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import check
 import pytest
 import test_agreement
 from conftest import EXPERTS, ROOT, RUN_FLAGS, SIZES, launch, metrics, read_lines
+from grid import share
 from mistakes import MISTAKES, Mistake, table
+from record_reference import train
 from safetensors.torch import load_file
 from test_agreement import SHORT, check_agreement, losses
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -24,11 +28,11 @@ def biased_directory(tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def files(run, request, texts, corpus, tmp_path):
+def files(request, corpus, tmp_path):
     """Return what the tests behind the checks take, by name."""
-    names = ["shape", "weights", "mixture", "biased"]
+    names = ["shape", "mixture", "biased"]
     directories = {name: request.getfixturevalue(f"{name}_directory") for name in names}
-    return directories | {"corpus": corpus, "texts": texts, "folder": tmp_path}
+    return directories | {"corpus": corpus, "folder": tmp_path}
 
 
 def agreement(run: Callable, mistake: Mistake, files: dict) -> None:
@@ -57,15 +61,23 @@ def what_differs(one: Path, other: Path) -> str:
     return ", ".join(found).replace("grad ", "gradient ")
 
 
-def plain_loop(run: Callable, mistake: Mistake, files: dict) -> None:
-    """A loop in one process, one document at a time, gives the same losses and weights."""
-    test_agreement.test_plain_loop_in_one_process_gives_the_same_losses(
-        run, files["texts"], files["corpus"], files["weights"], files["folder"], "packed"
-    )
+def reference(run: Callable, mistake: Mistake, files: dict) -> None:
+    """A packed reference run has the numbers of the oracle."""
+    folder = ROOT / "reference/packed"
+    lines = train("fsdp2_pretrain.py", 2, folder, files["folder"] / "run", files["planted"])
+    for key in ("loss", "grad_norm"):
+        right = [line[key] for line in json.loads((folder / "expected.json").read_text())["right"]]
+        assert test_agreement.worst([line[key] for line in lines], right) < check.TOLERANCE
+
+
+def world_sizes(run: Callable, mistake: Mistake, files: dict) -> None:
+    """One rank and two train on the same sequences."""
+    runs = [run("fsdp2_pretrain.py", ranks, **SHORT, model=files["shape"]) for ranks in (1, 2)]
+    assert test_agreement.worst(*(losses(each, SHORT["steps"]) for each in runs)) < 1e-4
 
 
 def experts(run: Callable, mistake: Mistake, files: dict) -> None:
-    """The same with experts, and their biases."""
+    """A loop in one process gives the same losses, and moves biases alike."""
     test_agreement.test_plain_loop_balances_experts_alike(
         run, files["corpus"], files["mixture"], files["folder"]
     )
@@ -92,7 +104,8 @@ def export(run: Callable, mistake: Mistake, files: dict) -> None:
 SHARED = ["common.py", "model.py"]
 CHECKS = {
     "agreement": agreement,
-    "plain loop": plain_loop,
+    "reference": reference,
+    "world sizes": world_sizes,
     "experts": experts,
     "resumes": resumes,
     "export": export,
@@ -133,17 +146,17 @@ def test_a_mistake_fits_the_file(mistake):
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.name)
+@pytest.mark.parametrize("mistake", share(MISTAKES), ids=lambda mistake: mistake.name)
 def test_a_planted_mistake_is_noticed(mistake, run, files, corpus, monkeypatch, tmp_path):
     check = CHECKS[mistake.check]
     case = f"{mistake.check} {mistake.file} {mistake.own}"
     if case not in PASSED:
         (tmp_path / "right").mkdir()
-        check(run, mistake, files | {"folder": tmp_path / "right"})
+        check(run, mistake, files | {"folder": tmp_path / "right", "planted": None})
         PASSED.add(case)
     wrong = with_mistake(mistake, run, corpus, monkeypatch, tmp_path / "copies")
     with pytest.raises(AssertionError) as noticed:
-        check(wrong, mistake, files)
+        check(wrong, mistake, files | {"planted": mistake})
     if mistake.check == "agreement":
         found, shown = (re.findall(r"([a-z ]+) ([\de.+-]+)", text) for text in (
             str(noticed.value).splitlines()[0], mistake.shows
