@@ -1,6 +1,6 @@
 """Which mesh of fsdp2_nd_pretrain.py for which model on how many GPUs: found by the dry run.
 
-    python bench/meshes.py              search, and write docs/meshes.json (many minutes)
+    python bench/meshes.py              search, and write bench/results/meshes.json (many minutes)
     python bench/meshes.py published    the estimate beside what torchtitan has measured
 
 The time of a step is estimated:
@@ -39,6 +39,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import _tools  # noqa: F401
 import dry_run
 import shared
 from shared import ROOT
@@ -59,7 +60,7 @@ NODE = 8  # GPUs
 NVLINK, NETWORK = 300e9, 50e9  # bytes per second that a GPU sends in a node, and between nodes
 MEMORY = 0.9 * 80e9  # the allocator and NCCL need a tenth
 LLAMA = (8, 1, 16)  # TP, CP and PP of Llama 3 405B (arXiv 2407.21783, table 4)
-FILE = ROOT / "docs/meshes.json"
+FILE = ROOT / "bench/results/meshes.json"
 
 
 @dataclasses.dataclass

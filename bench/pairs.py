@@ -23,6 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import _tools  # noqa: F401
 import shared
 import torch
 import torch.distributed as dist

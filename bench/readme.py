@@ -2,25 +2,26 @@
 
     python bench/readme.py
 
-A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of a page; NAME is
+A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of a page. The .json
+files are in bench/results/. NAME is
 
     lines FILE | FIRST | LAST        lines of a script, from the one that contains FIRST to LAST
     flags                            all flags with default and meaning, from the scripts
     chapters                         the scripts: idea, formulas, lines (bench/strategies.py)
     traffic                          what a strategy keeps and moves (bench/strategies.py)
-    choosing                         which script fits where, of docs/choosing.json
-    inside                           tensor and context parallel, of docs/inside.json
-    stages                           pipelines across machines, of docs/stages.json
-    experts                          a mixture of experts on many GPUs, of docs/experts.json
-    lora                             LoRA beside full fine-tuning, of docs/lora.json
-    lora_peer                        LoRA beside PEFT and TRL, of docs/lora_peer.json
-    meshes                           meshes for Llama 3's shapes, of docs/meshes.json
+    choosing                         which script fits where, of choosing.json
+    inside                           tensor and context parallel, of inside.json
+    stages                           pipelines across machines, of stages.json
+    experts                          a mixture of experts on many GPUs, of experts.json
+    lora                             LoRA beside full fine-tuning, of lora.json
+    lora_peer                        LoRA beside PEFT and TRL, of lora_peer.json
+    meshes                           meshes for Llama 3's shapes, of meshes.json
     published                        their estimate beside torchtitan's figures (bench/meshes.py)
     sampling                         what sampling takes beside training (bench/strategies.py)
-    bubble                           what stages wait, of docs/bubble.json
-    rows                             what becomes of rows of conversations (bench/rows.py)
-    break_even                       compute or network, by formula (bench/break_even.py)
-    pretraining, fine-tuning, steps  speed beside bare loops and libraries, of docs/compare.json
+    bubble                           what stages wait, of bubble.json
+    rows                             what becomes of rows of conversations (tools/rows.py)
+    break_even                       compute or network, by formula (tools/break_even.py)
+    pretraining, fine-tuning, steps  speed beside bare loops and libraries, of compare.json
 """
 
 import dataclasses
@@ -31,6 +32,7 @@ import re
 import textwrap
 from collections.abc import Callable
 
+import _tools  # noqa: F401
 import break_even
 import bubble
 import compare
@@ -42,7 +44,8 @@ import shared
 import strategies
 from shared import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
 
 
 def default_of(field: dataclasses.Field, script: str) -> str:
@@ -84,7 +87,7 @@ def flags() -> str:
 
 def parts() -> dict[str, Callable[[], str]]:
     """What stands between which markers."""
-    compared = json.loads((ROOT / "docs/compare.json").read_text())
+    compared = json.loads((ROOT / "bench/results/compare.json").read_text())
     made: dict[str, Callable[[], str]] = {
         "flags": flags,
         "chapters": strategies.chapters_table,

@@ -1,13 +1,15 @@
-"""The strategies side by side, by formula and by bench/dry_run.py: tables and pictures.
+"""The strategies side by side, by formula and by tools/dry_run.py: tables and pictures.
 
     python bench/strategies.py traffic      memory and communication per rank, by formula
-    python bench/strategies.py choosing     which script fits where: docs/choosing.json (minutes)
-    python bench/strategies.py inside       TP and CP: docs/inside.json (minutes)
-    python bench/strategies.py stages       pipelines over slow links: docs/stages.json (minutes)
-    python bench/strategies.py experts      an MoE model: docs/experts.json (minutes)
+    python bench/strategies.py choosing     which script fits where: choosing.json (minutes)
+    python bench/strategies.py inside       TP and CP: inside.json (minutes)
+    python bench/strategies.py stages       pipelines over slow links: stages.json (minutes)
+    python bench/strategies.py experts      an MoE model: experts.json (minutes)
     python bench/strategies.py sampling     memory for sampling answers, by formula
-    python bench/strategies.py timeline     memory and collectives over a step: docs/timeline_*.png
-    python bench/strategies.py ranks        memory and traffic by number of ranks: docs/ranks.png
+    python bench/strategies.py timeline     memory and collectives over a step: timeline_*.png
+    python bench/strategies.py ranks        memory and traffic by number of ranks: ranks.png
+
+Files are in bench/results/, pictures in docs/images/.
 
 traffic: qwen2-0.5b with the GPT-2 vocabulary on 8 ranks, AdamW, bf16 compute, 1 and 4 micro-batches
 of 4,096 tokens per rank and step.
@@ -27,15 +29,15 @@ ranks: qwen2-0.5b, a micro-batch of 4,096 tokens per rank and step.
 
 import copy
 import functools
-import importlib
 import json
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import _tools  # noqa: F401
 import shared
 import torch
-from dry_run import GIB, MIB, Report, Watch, be_rank, dry_run
+from dry_run import GIB, MIB, Report, Watch, report
 from shared import ROOT, STRATEGIES, qwen2
 from transformers import AutoModelForCausalLM
 
@@ -60,7 +62,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # the first one that fits i
 }
 CARDS = (24, 80)  # GB of a GPU
 TOKENS = 4096  # per micro-batch
-FILE = ROOT / "docs/choosing.json"
+FILE = ROOT / "bench/results/choosing.json"
 SHARING: dict[str, tuple[str, dict[str, Any]]] = {  # of 8 ranks
     "FSDP alone": ("fsdp2", {}),
     "TP of 2": ("fsdp2_tp", {"tensor_parallel": 2}),
@@ -70,16 +72,16 @@ SHARING: dict[str, tuple[str, dict[str, Any]]] = {  # of 8 ranks
 }
 CARD_OF = {"0.5B": 24, "7B": 80}  # GB of a GPU
 LENGTH = 8192  # tokens of the sequence whose memory and traffic are shown
-FILE_INSIDE = ROOT / "docs/inside.json"
+FILE_INSIDE = ROOT / "bench/results/inside.json"
 ACROSS: dict[str, tuple[str, dict[str, Any]]] = {  # of two machines of 8 GPUs
     "FSDP over both": ("fsdp2", {}),
     "FSDP in each, replicas across": ("fsdp2", {"dp_replicate": 2}),
     "FSDP in each, 2 stages across": ("fsdp2_pp", {"pipeline_parallel": 2}),
 }
 STEP = 2**20  # tokens of an optimizer step
-FILE_STAGES = ROOT / "docs/stages.json"
+FILE_STAGES = ROOT / "bench/results/stages.json"
 EXPERT_PARALLEL = 8  # a machine
-FILE_EXPERTS = ROOT / "docs/experts.json"
+FILE_EXPERTS = ROOT / "bench/results/experts.json"
 
 
 # --- Traffic, by formula --------------------------------------------------------------------------
@@ -274,18 +276,6 @@ def chapters_table() -> str:
 
 
 # --- Which script fits where ----------------------------------------------------------------------
-
-
-def report(
-    strategy: str, model: str, vocabulary: int, ranks: int, watch=None, rank=0, **own: Any
-) -> Report:
-    """Dry-run a step of one micro-batch per rank: 2 sequences of 2,048 tokens, bf16."""
-    be_rank(rank, ranks, 8)
-    script = importlib.import_module(f"{strategy}_pretrain")
-    flags = {"max_length": 2048, "micro_batch_tokens": TOKENS, "precision": "bf16", **own}
-    dp_size = ranks // own.get("tensor_parallel", own.get("context_parallel", 1))
-    flags.setdefault("global_batch_tokens", flags["micro_batch_tokens"] * dp_size)
-    return dry_run(script, script.Config(model=model, **flags), vocabulary, watch)
 
 
 def choosing() -> None:
@@ -605,7 +595,7 @@ def timeline() -> None:
         title = f"{strategy}_pretrain.py{REMARKS.get(strategy, '')}"
         axis.set_title(title, fontsize=9, loc="left")
         axis.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-        shared.finish(figure, ROOT / f"docs/timeline_{strategy}.png")
+        shared.finish(figure, ROOT / f"docs/images/timeline_{strategy}.png")
 
 
 def ranks() -> None:
@@ -623,7 +613,7 @@ def ranks() -> None:
         axis.set_ylim(bottom=0)
         axis.set_title(title, fontsize=9)
     axes[0].legend(frameon=False, fontsize=8)
-    shared.finish(figure, ROOT / "docs/ranks.png")
+    shared.finish(figure, ROOT / "docs/images/ranks.png")
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import _tools  # noqa: F401
 import datasets
 import numpy as np
 import shared

@@ -90,7 +90,7 @@ def test_flags_and_files_that_a_page_names_are_there(page):
     named = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", text))
     assert named - known - set(OTHERS) == set()
     for name in re.findall(r"(?<![\w/])((?:bench|tests|docs)/\w+\.\w+)", text):
-        made = name in ("docs/gpu.json",)
+        made = name in ("bench/results/gpu.json",)
         assert made or (ROOT / name).exists(), name
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     for name in re.findall(r"`(test_\w+)`", text):
@@ -223,7 +223,9 @@ def test_all_environments_install_what_the_readme_says():
 
 
 def test_rewards_of_the_readme_are_those_of_the_picture():
-    seeds = [list(seen.values()) for seen in json.loads((ROOT / "docs/reward.json").read_text())]
+    seeds = [
+        list(seen.values()) for seen in json.loads((ROOT / "bench/results/reward.json").read_text())
+    ]
     claimed = re.search(r"rises from ([\d.]+) to ([\d.]+) in 80 steps", README)
     for number, place in ((1, 0), (2, -1)):
         mean = sum(rewards[place] for rewards in seeds) / len(seeds)
@@ -270,7 +272,7 @@ def test_prediction_for_the_real_run():
     words = shlex.split(command)
     flags = words[words.index("fsdp2_pretrain.py") + 1 :]
     flags += ["--global_batch_tokens", str(2 * 4 * 8192)]
-    program = ["bench/dry_run.py", "fsdp2_pretrain.py", "--ranks", "4", "--vocabulary", "50257"]
+    program = ["tools/dry_run.py", "fsdp2_pretrain.py", "--ranks", "4", "--vocabulary", "50257"]
     peak = re.search(r"\*\*peak\*\* \| \*\*([\d,.]+) MiB", dry_run(*program, *flags))[1]
     claimed = re.search(r"GPU needs ([\d.]+) GiB", " ".join(README.split()))[1]
     assert float(peak.replace(",", "")) / 1024 == pytest.approx(float(claimed), abs=0.05)

@@ -1,9 +1,9 @@
 """Which collectives a rank really issues in a step, their bytes, and between which ranks.
 
-    torchrun --standalone --nproc-per-node=2 bench/collectives.py SCRIPT [flags of SCRIPT]
+    torchrun --standalone --nproc-per-node=2 tools/collectives.py SCRIPT [flags of SCRIPT]
 
 Runs a few steps of a script on its own data, and prints the collectives of rank 0 in one of them.
-bench/dry_run.py watches its fake ranks in the same way.
+tools/dry_run.py watches its fake ranks in the same way.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Print what becomes of rows of conversations, as fsdp2_sft.py and fsdp2_grpo.py read them.
 
-    python bench/rows.py
+    python tools/rows.py
 
 It is the table of docs/data.md.
 """

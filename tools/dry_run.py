@@ -1,6 +1,6 @@
 """What a script would need on N GPUs, computed on this CPU: memory per rank and communication.
 
-    python bench/dry_run.py SCRIPT --ranks N [--rank 0] [--ranks_per_node 8] [--vocabulary V]
+    python tools/dry_run.py SCRIPT --ranks N [--rank 0] [--ranks_per_node 8] [--vocabulary V]
         [--memory_gib 24] [--link_gbps 400 --tflops 400] [flags of SCRIPT]
 
 Builds the script's own model, strategy and optimizer, and runs its own train step, as one rank of N
@@ -850,6 +850,24 @@ def checked_config(script: Any) -> Any:
         return parse_config(script.Config)
     finally:
         setattr(owner, name, plain)
+
+
+def report(
+    strategy: str,
+    model: str,
+    vocabulary: int,
+    ranks: int,
+    watch: Any = None,
+    rank: int = 0,
+    **own: Any,
+) -> Report:
+    """Dry-run a step of one micro-batch per rank: 2 sequences of 2,048 tokens, bf16."""
+    be_rank(rank, ranks, 8)
+    script = importlib.import_module(f"{strategy}_pretrain")
+    flags = {"max_length": 2048, "micro_batch_tokens": 4096, "precision": "bf16", **own}
+    dp_size = ranks // own.get("tensor_parallel", own.get("context_parallel", 1))
+    flags.setdefault("global_batch_tokens", flags["micro_batch_tokens"] * dp_size)
+    return dry_run(script, script.Config(model=model, **flags), vocabulary, watch)
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
-"""Shared by the programs here: command line, launches, a script's parts as its `main` makes them.
+"""Shared by the programs of tools/ and bench/: command line, launches, the parts of a script.
 
-Importing it puts the scripts on the path. It is not a program.
+The parts are as the script's `main` makes them. Importing this puts the scripts on the path. It is
+not a program.
 """
 
 import argparse
