@@ -174,104 +174,12 @@ def traffic_table(ranks: int = 8) -> str:
         cells = [script, memory, f"{gigabytes:.2f} GB", traffic]
         cells += [f"{sent(k):.2f} GB" for k in MICRO_BATCHES]
         lines.append(f"| {' | '.join(cells)} |")
-    elsewhere = "[MoE models](numbers.md#mixtures-of-experts)"
+    elsewhere = "[MoE models](scale.md#mixtures-of-experts)"
     lines.append(
         "| `fsdp2_ep_pretrain.py`, E = 2, t experts per token | 1/N of everything; 1/E of a "
         f"block's experts while it computes | {elsewhere} | as FSDP2, with 1/E of the experts on "
         "N/E ranks; in each block 4tA(E-1)/E, or 6tA(E-1)/E if it is recomputed | | |"
     )
-    return "\n".join(lines)
-
-
-CHAPTERS = [  # script, page, idea, memory per rank, communication of a step, when to use it
-    (
-        "ddp_pretrain", "ddp", "every rank holds the whole model; also ZeRO-1",
-        "16 (ZeRO-1: 8 + 8/N)", "2G(N-1)/N", "everything fits with room to spare",
-    ),
-    (
-        "fsdp1_pretrain", "fsdp1", "flat parameters, sharded",
-        "16/N", "(2P+G)(N-1)/N", "you read code that was built on it",
-    ),
-    (
-        "fsdp2_pretrain", "fsdp2",
-        "each parameter is a sharded DTensor; also HSDP, CPU offloading, float8",
-        "16/N", "(2P+G)(N-1)/N", "several GPUs, and the model does not fit each of them",
-    ),
-    (
-        "fsdp2_muon_pretrain", "muon",
-        "Muon: each rank orthogonalizes some of the matrices, in full",
-        "12/N for the matrices of blocks, 16/N for the rest", "FSDP2's; 2M(N-1)/N² per step",
-        "you want to reach a loss in fewer steps",
-    ),
-    (
-        "fsdp2_tp_pretrain", "tensor", "tensor parallelism: T ranks compute each layer together",
-        "16/N, 1/T of the activations between layers",
-        "FSDP2's for 1/T of the model; 8A(T-1)/T per block",
-        "a block does not fit, or there are too many ranks for the global batch",
-    ),
-    (
-        "fsdp2_cp_pretrain", "context",
-        "context parallelism (Ulysses, ring attention): C ranks share each sequence",
-        "16/N, 1/C of the activations of a sequence", "FSDP2's; 4(Q+K)(C-1)/C² per block",
-        "the activations of one sequence do not fit",
-    ),
-    (
-        "fsdp2_pp_pretrain", "pipeline",
-        "pipeline parallelism (GPipe, 1F1B, interleaved, zero bubble): S stages of the blocks",
-        "16/N; during a step, 1/S of the model unsharded", "(P+G)/S within a stage; A to neighbors",
-        "the links between machines are slow",
-    ),
-    (
-        "fsdp2_ep_pretrain", "expert",
-        "expert parallelism for MoE models: tokens travel to the E ranks of their experts",
-        "16/N, 1/E of a block's experts unsharded",
-        "FSDP2's for 1/E of the experts; 4tA(E-1)/E per block", "an MoE model",
-    ),
-    (
-        "fsdp2_nd_pretrain", "composing", "data, tensor, context and pipeline parallelism",
-        "16/N; during a step, 1/(TS) of the model unsharded", "the sum of the above",
-        "hundreds of GPUs: one dimension reaches its limit",
-    ),
-    (
-        "fsdp2_sft", "finetuning", "supervised fine-tuning: loss on the assistant's tokens",
-        "as FSDP2", "as FSDP2", "you have conversations to learn from",
-    ),
-    (
-        "fsdp2_lora", "lora", "LoRA and QLoRA: adapters beside a frozen base in bf16 or 4 bits",
-        "2/N (NF4: 0.53/N for layers with adapters), and 16/N for each parameter of the adapters",
-        "2P(N-1)/N, P: bytes of the base as it is kept",
-        "full fine-tuning does not fit, or you want a small file per task",
-    ),
-    (
-        "fsdp2_grpo", "rl", "RL (GRPO): the model samples answers, a function scores them",
-        "as FSDP2; all parameters while it samples", "FSDP2's; P(N-1)/N to sample",
-        "a program can tell good answers from bad ones",
-    ),
-]  # fmt: skip
-
-
-BY_HAND = {  # script -> its strategies in by_hand/
-    "ddp_pretrain": "ddp", "fsdp1_pretrain": "fsdp", "fsdp2_pretrain": "fsdp",
-    "fsdp2_tp_pretrain": "tensor sequence", "fsdp2_pp_pretrain": "pipeline",
-}  # fmt: skip
-# These have no API of PyTorch around them: the script is the strategy by hand.
-OWN_HANDS = ["fsdp2_muon_pretrain", "fsdp2_cp_pretrain", "fsdp2_ep_pretrain", "fsdp2_lora"]
-
-
-def chapters_table() -> str:
-    """Return Markdown, with the lines of each script."""
-    lines = [
-        "| script | by hand | idea | memory per rank | communication | use it if |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for script, page, idea, memory, volume, use in CHAPTERS:
-        length = len((ROOT / f"{script}.py").read_text().splitlines())
-        links = f"[`{script}.py`]({script}.py), {length:,} lines, [page](docs/{page}.md)"
-        names = BY_HAND.get(script, "").split()
-        hand = ", ".join(f"[{name}](by_hand/{name}.py)" for name in names)
-        if script in OWN_HANDS:
-            hand = "in the script"
-        lines.append(f"| {links} | {hand} | {idea} | {memory} | {volume} | {use} |")
     return "\n".join(lines)
 
 

@@ -3,7 +3,7 @@
     python tools/break_even.py           by formula
     python tools/break_even.py counted   beside what the dry run counts
 
-These are the tables of docs/break_even.md, which derives the formulas. Rates are those of the data
+These are the tables of docs/scale.md, which derives the formulas. Rates are those of the data
 sheet: 989 TFLOP/s in bf16 (dense), 450 GB/s over NVLink in each direction, and 400 Gbit/s to
 another machine.
 
