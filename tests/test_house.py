@@ -92,7 +92,7 @@ VARIANTS = {
 }
 # Lines that a script of by_hand/ may have, with docstring, imports and the model: those of a
 # strategy, and the two that are about something else.
-BY_HAND = {f"by_hand/{name}.py": 120 for name in ("ddp", "fsdp", "tensor", "sequence", "pipeline")}
+BY_HAND = {f"by_hand/{name}.py": 140 for name in ("ddp", "fsdp", "tensor", "sequence", "pipeline")}
 OTHERS_BY_HAND = {f"by_hand/{name}.py": 140 for name in ("collectives", "checkpoint")}
 # Where its strategy begins and ends.
 AFTER_SETUP, LEARNS = '    torch.set_default_device("cuda")\n', "\n# --- A small transformer learns"
@@ -332,12 +332,13 @@ def test_scripts_by_hand_have_the_same_setup_and_transformer(name):
 def test_pages_are_short():
     """Lines too. The exercises, with all their output, may be long."""
     limits = {"docs/runs.md": 300, "docs/traps.md": 190, "docs/recipes.md": 180}
+    limits |= {"README.md": 150}
     limits |= {"docs/scale.md": 220, "docs/speed.md": 180, "docs/own_loop.md": 220}
     names = ["README.md", "CONTRIBUTING.md", "AGENTS.md"]
     for path in [*map(ROOT.joinpath, names), *ROOT.glob("docs/*.md")]:
         page, text = str(path.relative_to(ROOT)), path.read_text()
         if path.stem != "exercises":
-            assert len(text.splitlines()) <= limits.get(page, 150), page
+            assert len(text.splitlines()) <= limits.get(page, 160), page
         prose = re.sub(r"(?ms)^```.*?^```$", "", text)
         wide = [line for line in prose.splitlines() if len(line) > 120]
         assert all(line.startswith(("|", "![", "<!--")) for line in wide), (page, wide)
