@@ -55,9 +55,7 @@ def by_hand(model):
             weight = column.weight.detach().chunk(RANKS, dim=0)[RANK]
             column.weight = nn.Parameter(weight.clone())
             column.register_forward_pre_hook(
-                lambda _, inputs: Communicate.apply(
-                    *inputs, torch.clone, all_reduce
-                )
+                lambda _, inputs: Communicate.apply(*inputs, torch.clone, all_reduce)
             )
             # Row-parallel: this rank has some of the inputs, so outputs are partial sums (g).
             weight = row.weight.detach().chunk(RANKS, dim=1)[RANK]
