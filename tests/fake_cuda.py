@@ -412,8 +412,7 @@ def run(script: Any, flags: dict[str, Any]) -> dict[str, Any]:
                 SEEN.clear()
                 chosen = plan[:number] if uses_rl else plan[step * number :][:number]
                 batch = batches.global_batch(chosen, *share)
-                models = (model, None) if uses_rl else (model,)  # without a reference
-                script.train_step(*models, optimizer, batch, 1, config, device)
+                script.train_step(model, optimizer, batch, 1, config, device)
             seen |= {"micro_batches": len(batch.micro_batches), "step": dict(SEEN)}
             SEEN.clear()
             if uses_rl:

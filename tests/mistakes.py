@@ -312,7 +312,12 @@ MISTAKES = [
         "AdamW's moments not restored",
         "pytorch#140898 accelerate#3971",
         "common.py",
-        [('optim_state_dict=now | state_dict["optimizer"]', "optim_state_dict=now")],
+        [
+            (
+                'optim_state_dict=now | state_dict["optimizer"],\n        )\n',
+                "optim_state_dict=now,\n        )\n        self.optimizer.state.clear()\n",
+            )
+        ],
         "resumes",
         "loss",
     ),

@@ -30,7 +30,6 @@ from transformers.utils import logging
 import common
 import conversations
 import fsdp2_sft
-import run as running
 from common import LeftOut
 from conversations import INSIDE, TURN, ConversationBatches, truncate
 from model import build_config, chunk_loss, document_attention, forward_with_loss
@@ -276,7 +275,7 @@ def test_a_hub_models_template_comes_along(tmp_path, monkeypatch):
         shutil.copytree(hub, here, ignore=lambda _, names: {*names} - {p.name for p in kept})
         return str(here)
 
-    monkeypatch.setattr(running.huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(common.huggingface_hub, "snapshot_download", download)
     tokenizer, _, known = chat_tokenizer(common.fetch_weights("someone/chat"))
     assert tokenizer.chat_template == TEMPLATES["headers"]
     assert len(tokenizer) == known  # no token of our own template

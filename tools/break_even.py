@@ -93,7 +93,7 @@ def shape_for(script: str, blocks: int) -> Any:
         return shared.qwen2(WIDTH, 14336, 8, 32, 8, 32000, tied=False)
     from transformers import AutoConfig
 
-    from fsdp2_ep_pretrain import SHAPES
+    from model import SHAPES
 
     shape = SHAPES["qwen3-30b-a3b"] | {"num_hidden_layers": blocks}
     return AutoConfig.for_model(vocab_size=32000, **shape)
