@@ -331,7 +331,7 @@ def test_scripts_by_hand_have_the_same_setup_and_transformer(name):
 
 def test_pages_are_short():
     """Lines too. The exercises, with all their output, may be long."""
-    limits = {"docs/runs.md": 300, "docs/traps.md": 190, "docs/recipes.md": 180}
+    limits = {"docs/runs.md": 310, "docs/traps.md": 190, "docs/recipes.md": 180}
     limits |= {"README.md": 150}
     limits |= {"docs/scale.md": 220, "docs/speed.md": 180, "docs/own_loop.md": 220}
     names = ["README.md", "CONTRIBUTING.md", "AGENTS.md"]
