@@ -55,7 +55,7 @@ RANKS = [64, 512, 4096]
 LENGTH, BATCH, VOCABULARY = 8192, 2**24, 128256  # tokens
 PROCESSORS, TILE = 132, 128  # multiprocessors of an H100; a tile of a result is 128 x 128 numbers
 MEMORY_RATE = 2e12  # bytes per second
-LATENCY = 20e-6  # seconds of a collective beside those of its bytes
+LATENCY = 20e-6  # seconds of a collective, beside the time for its bytes
 NODE = 8  # GPUs
 NVLINK, NETWORK = 300e9, 50e9  # bytes per second that a GPU sends in a node, and between nodes
 MEMORY = 0.9 * 80e9  # the allocator and NCCL need a tenth
@@ -97,7 +97,7 @@ class Mesh:
 
     @property
     def tokens_per_second(self) -> float:
-        """Those of a GPU."""
+        """Of one GPU."""
         tokens = self.sequences * LENGTH * self.micro_batches * self.dp
         return tokens / self.seconds / self.ranks
 

@@ -76,7 +76,7 @@ def moments(session: Session) -> dict[str, torch.Tensor]:
         for name, x in tensors.items()
     }
     every: dict[str, torch.Tensor] = {}
-    for part in common.gather(own):  # a pipeline stage has those of its own blocks
+    for part in common.gather(own):  # a pipeline stage has only its blocks' values
         every |= part
     return every
 

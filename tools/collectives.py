@@ -26,7 +26,7 @@ KINDS = {  # by their names in the dispatcher
 
 @dataclasses.dataclass
 class Collective:
-    """One call. `bytes` are those of the full tensor that is gathered, reduced or exchanged."""
+    """One call. `bytes` is the size of the full tensor that is gathered, reduced or exchanged."""
 
     kind: str
     group: str

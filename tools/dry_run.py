@@ -485,13 +485,13 @@ def closed_form(
 ) -> tuple[float, str]:
     """Return the bytes that a rank sends in a step by the textbook, and the formula.
 
-    P: bytes of the parameters as they are gathered, G: of the gradients as they are reduced, N:
+    P: bytes of the parameters that are gathered, G: of the gradients that are reduced, N:
     ranks, k: micro-batches per step, S: ranks that shard, R: replicas (N = S R). With EP, X and Y
     are P and G of a rank's `experts`, 1/E of all, which are not in `numbers`. `sent_inside` adds
     what TP, CP, EP and PP send.
     """
     gathered, gradients = size_of_compute(config) * numbers, 4 * numbers
-    ranks = report.ranks // getattr(config, "tensor_parallel", 1)  # with the same part of the model
+    ranks = report.ranks // getattr(config, "tensor_parallel", 1)  # with equal parts of the model
     ranks //= getattr(config, "pipeline_parallel", 1)
     micro_batches = report.micro_batches
     if script.__name__ == "ddp_pretrain":
@@ -619,7 +619,7 @@ def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
 def form_with_adapters(report: Report, config: Any) -> tuple[float, str, dict[str, float]]:
     """Return what `closed_form_of` does, if only adapters are trained.
 
-    P: bytes of base and adapters as they are gathered, H: those of embedding, last norm and head,
+    P: bytes of base and adapters that are gathered, H: of embedding, last norm and head,
     which are gathered only once per micro-batch, a: parameters of the adapters.
     """
     shards, compute = shards_of(report, config), size_of_compute(config)
@@ -677,7 +677,7 @@ def closed_form_of(report: Report, script: Any, config: Any) -> tuple[float, str
     expected, formula = closed_form(report, script, config, numbers, experts)
     if script.__name__ != "ddp_pretrain" and shards > 1:
         padding = closed_form(report, script, config, held, held_experts)[0] - expected
-        # FSDP2 shards rows. Those of matrices are already split over the TP group.
+        # FSDP2 shards rows. The rows of matrices are already split over the TP group.
         root = [
             [shape[0] // tensor_parallel if len(shape) > 1 else shape[0], shape[1:].numel()]
             for shape in report.root

@@ -72,13 +72,13 @@ class RandomSequences:
 
 
 def group_size(flags: dict[str, Any]) -> int:
-    """Return how many ranks work on the same sequences."""
+    """Return how many ranks share a micro-batch."""
     groups = ("tensor_parallel", "context_parallel", "pipeline_parallel")
     return math.prod(flags.get(name, 1) for name in groups)
 
 
 def script_and_config(what: str, ranks: int) -> tuple[Any, Any]:
-    """Return those of a setting; a step is one micro-batch per data-parallel rank, in PP 8."""
+    """Return a setting's script and Config: one micro-batch per data-parallel rank, 8 with PP."""
     strategy, flags = SETTINGS[what]
     script = importlib.import_module(f"{strategy}_pretrain")
     micro_batches = 8 if strategy == "fsdp2_pp" else 1
