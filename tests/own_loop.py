@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, parallel as tp
 from torch.utils.checkpoint import checkpoint
 
@@ -34,11 +34,14 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
-    def forward(self, x):
+    @staticmethod
+    def split_heads(qkv):
         # -1: the number of heads follows from the size, because a rank of a TP group has fewer.
         # Rows of qkv are ordered by head, so that a slice of them is full heads.
-        qkv = self.qkv(self.norm1(x)).unflatten(2, (-1, 3, HEAD))
-        q, k, v = qkv.permute(3, 0, 2, 1, 4)
+        return qkv.unflatten(2, (-1, 3, HEAD))
+
+    def forward(self, x):
+        q, k, v = self.split_heads(self.qkv(self.norm1(x))).permute(3, 0, 2, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -209,8 +212,50 @@ def build(seed=0):
     return GPT()
 
 
+def weights(model):
+    return torch.cat([p.detach().full_tensor().flatten() for p in model.parameters()])
+
+
+def claims(rank, ranks):
+    """What the page says that one sees, if something is wrong."""
+    seen = {}
+    model = build()
+    early = adamw(model)  # before `shard`
+    shard(model)
+    before = weights(model)
+    train(model, early, 2, rank, ranks)
+    seen["weights stay"] = torch.equal(before, weights(model))
+
+    model = build()
+    split_layers(model)
+    micro_batch = next(make_batches().evaluation(0, 1))
+    model(**micro_batch).backward()
+    try:
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    except Exception as error:
+        seen["clip_grad_norm_"] = str(error)
+    heads = WIDTH // HEAD
+    right = model(**micro_batch).item()
+    for block in model.blocks:  # heads by number: each rank has as many, but smaller ones
+        block.split_heads = lambda qkv: qkv.unflatten(2, (heads, 3, -1))
+    seen["heads by number"] = model(**micro_batch).item() / right - 1
+
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = build()
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, reshard_after_forward=False, mp_policy=policy)
+    cast = model(**micro_batch).item()
+    torch.Tensor.float, restore = lambda self: self, torch.Tensor.float  # logits stay bf16
+    seen["bf16"] = [loss / right - 1 for loss in (cast, model(**micro_batch).item())]
+    torch.Tensor.float = restore
+    return seen
+
+
 def do(case, flags):
     rank, ranks = dist.get_rank(), dist.get_world_size()
+    if case == "claims":
+        return claims(rank, ranks)
     model = build()
     if case == "tensor parallel":
         split_layers(model)  # the ranks of a TP group share their micro-batches

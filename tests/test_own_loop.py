@@ -58,7 +58,7 @@ def seen(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own_loop")
     resumed = {"to": str(folder / "step_3")}
     cases = {"fsdp2": {}, "muon": {}, "resumed": resumed}
-    two = launch_cases(2, "own_loop", folder, cases | {"tensor parallel": {}})
+    two = launch_cases(2, "own_loop", folder, cases | {"tensor parallel": {}, "claims": {}})
     return {2: two, 1: launch_cases(1, "own_loop", folder, cases)}
 
 
@@ -88,6 +88,15 @@ def test_muon_of_an_own_model_does_not_depend_on_the_ranks(seen, right):
     pairs, _ = seen[2]["muon"]
     assert is_close(pairs, seen[1]["muon"][0], 5e-6)
     assert not is_close(pairs[1:], right[1:], 1e-3)
+
+
+def test_mistakes_look_as_the_page_says(seen):
+    found = seen[2]["claims"]
+    assert found["weights stay"]  # an optimizer that was built before `fully_shard`
+    assert "mixed torch.Tensor and DTensor" in found["clip_grad_norm_"]
+    assert 1e-6 < abs(found["heads by number"]) < 1e-2  # and no error
+    cast, not_cast = map(abs, found["bf16"])
+    assert cast < 1e-3 < not_cast
 
 
 def test_the_loss_in_chunks_is_the_loss():
