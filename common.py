@@ -447,7 +447,7 @@ def tokenize(
 
 def parse_row(row: dict, columns: list) -> dict:
     """Return the columns of a row that are there. A line of JSON has its own types."""
-    # A reader of whole columns would guess one type for all rows.
+    # A reader that parses full columns would guess one type for all rows.
     if JSON in row:
         row = parse_json(row[JSON].removeprefix("\ufeff"))  # a byte order mark
     else:
@@ -609,9 +609,9 @@ def train_validation_split(
 ) -> tuple[Sequences, Sequences]:
     """Return the documents for training and for validation, in the order of their hashes.
 
-    Validation are those with the smallest hashes: 2 % of all possible ones, or 5,000 documents.
-    A document is on the same side in every run and script, whatever is left out beside it.
-    Validation gets the first of them that have `validation_tokens`.
+    Held out are the documents with the smallest hashes: 2 % of all possible hashes, at most 5,000
+    documents. A document is on the same side in every run and script, whatever rows are left out.
+    The validation set is the first of the held-out documents that have `validation_tokens`.
     """
     table = documents.data.select(["group", "lengths", "num_targets"]).to_pandas()
     table = table.query("num_targets > 0").sort_values("group", kind="stable")
@@ -797,8 +797,8 @@ class Batches:
         Args:
             tokens: target tokens that the run has trained on already.
         """
-        # Every epoch has the same target tokens. So their number tells the epoch, and how much of
-        # it is done, and no earlier epoch has to be planned.
+        # All epochs have equally many target tokens. Their number so far therefore gives the epoch
+        # and the place in it, without planning earlier epochs.
         targets = self.sequences.num_targets
         epoch, done = divmod(tokens, targets.sum())
         micro_batches = itertools.chain.from_iterable(map(self.plan, itertools.count(epoch)))

@@ -354,7 +354,7 @@ def attend_one_by_one(
     boundaries: torch.Tensor,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Compute the same without the variable-length kernel, which needs CUDA and half precision."""
+    """Attend as `document_attention`, without the kernel that needs CUDA and half precision."""
     lengths = [length for length in boundaries.diff().tolist() if length]
     outputs = [
         nn.functional.scaled_dot_product_attention(

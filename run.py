@@ -169,6 +169,32 @@ class Flags:
             raise ValueError("--flash_attention FA3 and FA4 need a GPU and --precision bf16")
 
 
+# The shared flags by subject: the first flag of each, as they stand in Flags.
+SUBJECTS = {
+    "model": "model",
+    "tokenizer": "data",
+    "steps": "optimization",
+    "precision": "precision, memory and speed",
+    "checkpoint_every": "checkpoints",
+    "run_dir": "the run",
+}
+
+
+def group_flags(parser: transformers.HfArgumentParser) -> None:
+    """Group the flags in --help: first those of the script and its other defaults, then by subject.
+
+    argparse offers no way to move a flag to another group, so this uses its private lists.
+    """
+    flags = parser._optionals._group_actions
+    own = group = parser.add_argument_group("this script's own flags and defaults")
+    for action in flags[1:]:  # after --help
+        if action.dest in SUBJECTS:
+            group = parser.add_argument_group(SUBJECTS[action.dest])
+        is_own = getattr(Flags, action.dest, group) != action.default
+        (own if is_own else group)._group_actions.append(action)
+    del flags[1:]
+
+
 def parse_config(config_class: type) -> Any:
     """Parse the command line into the script's Config."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
@@ -177,6 +203,7 @@ def parse_config(config_class: type) -> Any:
             f"srun runs this {tasks} times, each on its own: let it start torchrun (docs/runs.md)"
         )
     parser = transformers.HfArgumentParser(config_class, allow_abbrev=False)
+    group_flags(parser)
     parser.error = refuse
     try:
         config = config_class(**vars(parser.parse_args()))

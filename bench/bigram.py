@@ -6,6 +6,7 @@ A language model has to get below it. The model predicts a byte from the one bef
 over all training documents, with 0.1 added to each count.
 """
 
+import _tools  # noqa: F401
 import numpy as np
 import shared
 

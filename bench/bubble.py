@@ -10,7 +10,8 @@ step takes beyond k slots is the bubble. The formulas assume that forward, the g
 and the gradients of weights take equally long. (Clipping and AdamW do not grow with k and are left
 out.)
 
-Writes docs/bubble.json, and draws one step of each schedule as it ran, docs/schedules.png.
+Writes bench/results/bubble.json, and draws one step of each schedule as it ran,
+docs/images/schedules.png.
 """
 
 import json
@@ -20,6 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import _tools  # noqa: F401
 import shared
 import torch
 import torch.distributed as dist
@@ -128,7 +130,7 @@ def formula(schedule: str, count: int, stages: int) -> float:
 
 def bubble_table() -> str:
     """Return Markdown: the time that a rank waits, measured and by the formula."""
-    seen = json.loads((ROOT / "docs/bubble.json").read_text())
+    seen = json.loads((ROOT / "bench/results/bubble.json").read_text())
     steps = {int(count): seconds for count, seconds in seen["steps"]["1f1b"].items()}
     few, many = min(steps), max(steps)
     slot = (steps[many] - steps[few]) / (many - few)
@@ -175,7 +177,7 @@ def draw(traces: dict[str, list]) -> None:
     patches = [plots.Rectangle((0, 0), 1, 1, color=color) for color in COLORS.values()]
     labels = ["forward", "backward (zero_bubble: of inputs)", "backward of weights"]
     figure.legend(patches, labels, ncols=3, fontsize=8, loc="upper right", frameon=False)
-    shared.finish(figure, ROOT / "docs/schedules.png")
+    shared.finish(figure, ROOT / "docs/images/schedules.png")
 
 
 def main() -> None:
@@ -184,7 +186,7 @@ def main() -> None:
     steps, traces = measure()
     if dist.get_rank() == 0:
         result = {"stages": dist.get_world_size(), "steps": steps}
-        (ROOT / "docs/bubble.json").write_text(json.dumps(result, indent=1) + "\n")
+        (ROOT / "bench/results/bubble.json").write_text(json.dumps(result, indent=1) + "\n")
         draw(traces)
         print(bubble_table())
     shared.leave()

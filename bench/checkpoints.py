@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 
+import _tools  # noqa: F401
 import shared
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp

@@ -18,7 +18,8 @@ the standard error of the ratios of single turns.
 steps: script and bare loop in one process, one step each in turn, on the data of pretraining. Two
 processes of the same program would differ by a few per cent.
 
-Writes into docs/compare.json, under the name of this machine's CPU, and draws docs/compare.png.
+Writes into bench/results/compare.json, under the name of this machine's CPU, and draws
+docs/images/compare.png.
 """
 
 import itertools
@@ -33,6 +34,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import _tools  # noqa: F401
 import numpy as np
 import shared
 import torch
@@ -344,7 +346,7 @@ def main() -> None:
         raise SystemExit(f"first: {PEERS}")
     cpu = re.search("model name.*: (.*)", Path("/proc/cpuinfo").read_text())
     name = re.sub(r"\([^)]*\)", "", cpu[1]) if cpu else "CPU"  # without (R) and the like
-    file = ROOT / "docs/compare.json"
+    file = ROOT / "bench/results/compare.json"
     result = json.loads(file.read_text())
     tables = result.pop(name, {}) | {"cores": os.cpu_count(), "torch": torch.__version__}
     result[name] = tables  # the newest is the last
@@ -354,7 +356,7 @@ def main() -> None:
         print(steps_table(one) if work == "steps" else markdown(one, work), flush=True)
         file.write_text(json.dumps(result, indent=1) + "\n")
     if tables.keys() >= GROUPS.keys():
-        draw(tables, ROOT / "docs/compare.png")
+        draw(tables, ROOT / "docs/images/compare.png")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import _tools  # noqa: F401
 import shared
 import torch
 import torch.distributed as dist

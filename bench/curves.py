@@ -3,13 +3,14 @@
     python bench/curves.py
 
 Runs the scripts on 2 ranks with their default flags, except that nothing is clipped. Writes
-docs/curves.png and docs/curves.json.
+docs/images/curves.png and bench/results/curves.json.
 """
 
 import json
 import subprocess
 import tempfile
 
+import _tools  # noqa: F401
 import losses
 import shared
 from shared import ROOT, STRATEGIES
@@ -31,7 +32,7 @@ def draw(curves: dict[str, list[float]]) -> None:
     axes.set_xlabel("step")
     axes.set_ylabel("training loss (nats per byte)")
     axes.legend(frameon=False)
-    shared.finish(figure, ROOT / "docs/curves.png")
+    shared.finish(figure, ROOT / "docs/images/curves.png")
 
 
 def main() -> None:
@@ -39,7 +40,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         scripts = [f"{name}_pretrain.py" for name in STRATEGIES]
         curves = {script: train(script, f"{folder}/{script}") for script in scripts}
-    (ROOT / "docs/curves.json").write_text(json.dumps(curves) + "\n")
+    (ROOT / "bench/results/curves.json").write_text(json.dumps(curves) + "\n")
     draw(curves)
     reference, *_ = curves.values()
     worst = max(abs(a - b) / b for c in curves.values() for a, b in zip(c, reference))

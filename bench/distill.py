@@ -15,7 +15,7 @@ stands apart. Each model is measured by fsdp2_grpo.py, on answers to held-out pr
 KL(student || teacher) of a token, and the mean reward.
 
 With FOLDER, runs are kept there, and those that have ended are not repeated. Writes
-docs/distill.json and docs/distill.png.
+bench/results/distill.json and docs/images/distill.png.
 """
 
 import json
@@ -157,8 +157,8 @@ def teach(runs: Runs, rows: list[dict[str, str]]) -> float:
 
 
 def distill_table() -> str:
-    """Return Markdown of docs/distill.json."""
-    result = json.loads((ROOT / "docs/distill.json").read_text())
+    """Return Markdown of bench/results/distill.json."""
+    result = json.loads((ROOT / "bench/results/distill.json").read_text())
     lines = [
         "| | steps | CPU seconds | KL(student \\|\\| teacher) | reward |",
         "| --- | --- | --- | --- | --- |",
@@ -184,7 +184,7 @@ def draw(start: float, seen: dict[str, list[dict[str, float]]]) -> None:
     axes.set_ylabel("KL(student || teacher),\nnats per token, held out")
     axes.set_ylim(0, None)
     axes.legend(frameon=False)
-    shared.finish(figure, ROOT / "docs/distill.png")
+    shared.finish(figure, ROOT / "docs/images/distill.png")
 
 
 def main() -> None:
@@ -219,7 +219,7 @@ def main() -> None:
                 seen.setdefault(way, []).append(point)
         answers = {"sampled": ANSWERS, "ended": ended, "cpu_s": round(runs.costs["answers"], 1)}
     result = {"before": before, **seen, "answers of the teacher": answers}
-    (ROOT / "docs/distill.json").write_text(json.dumps(result, indent=2) + "\n")
+    (ROOT / "bench/results/distill.json").write_text(json.dumps(result, indent=2) + "\n")
     draw(before["validation_kl"], seen)
     for way, points in seen.items():
         for point in points:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import _tools  # noqa: F401
 import datasets
 import numpy as np
 import shared

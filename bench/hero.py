@@ -1,9 +1,9 @@
-"""Draw docs/strategies.png: what each of four ranks holds and computes under each strategy.
+"""Draw docs/images/strategies.png: what each of four ranks holds and computes under each strategy.
 
     python bench/hero.py
 
 A model of four blocks trains one step on four sequences, as ranks 0 to 3 of a fake process group
-(see bench/dry_run.py). What is drawn is what the scripts do: the sequences of a rank are those of
+(see tools/dry_run.py). What is drawn is what the scripts do: the sequences of a rank are those of
 `dp_rank_and_size`, its positions those of `local_micro_batch`. Parameters, gradients after backward
 and optimizer state have the sizes of its local tensors, and what it sends are the bytes of the
 collectives that it issues.
@@ -20,6 +20,7 @@ import tempfile
 from collections import Counter
 from typing import Any
 
+import _tools  # noqa: F401
 import dry_run
 import shared
 import torch
@@ -215,7 +216,7 @@ def main() -> None:
     axis.set_ylim(-1.28 * len(STRATEGIES) + 1.0, 1.5)
     axis.axis("off")
     figure.patch.set_facecolor("white")
-    figure.savefig(ROOT / "docs/strategies.png", bbox_inches="tight")
+    figure.savefig(ROOT / "docs/images/strategies.png", bbox_inches="tight")
 
 
 if __name__ == "__main__":

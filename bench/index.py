@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import _tools  # noqa: F401
 import datasets
 import numpy as np
 import pyarrow

@@ -9,7 +9,7 @@ per rank and step, full activation checkpointing, bf16, adapters of rank 16 on a
 CPU time: fsdp2_sft.py and fsdp2_lora.py train the same shape, with random weights, on the same
 batches in fp32, a step of each after the other. Seconds are user and system time of both ranks.
 
-Each writes its part of docs/lora.json.
+Each writes its part of bench/results/lora.json.
 """
 
 import contextlib
@@ -23,11 +23,12 @@ import tempfile
 import time
 from typing import Any
 
+import _tools  # noqa: F401
 import shared
 from meshes import VOCABULARY, save_shapes
 from shared import ROOT
 
-FILE = ROOT / "docs/lora.json"
+FILE = ROOT / "bench/results/lora.json"
 LENGTH = 4096
 RANKS = (1, 2, 4, 8)
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -24,7 +24,7 @@ imports and the preparation of data. Tokens are those that are not padding.
 Memory at rest is what parameters, gradients and AdamW's moments of a rank take. The peak is how far
 the resident set rises above that after the imports, in processes that run one program only.
 
-Writes docs/lora_peer.json. Takes 13 minutes of CPU time, half of that on two free cores.
+Writes bench/results/lora_peer.json. Takes 13 minutes of CPU time, half of that on two free cores.
 """
 
 import contextlib
@@ -41,10 +41,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import _tools  # noqa: F401
 import shared
 from shared import ROOT
 
-FILE = ROOT / "docs/lora_peer.json"
+FILE = ROOT / "bench/results/lora_peer.json"
 PEERS = "trl==1.16.0 accelerate==1.15.0 peft==0.21.2 psutil"
 STEPS = 2  # of a turn
 # TRL sorts by length within quarters of an epoch. Each is a turn of 16 conversations a step, so

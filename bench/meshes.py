@@ -1,6 +1,6 @@
 """Which mesh of fsdp2_nd_pretrain.py for which model on how many GPUs: found by the dry run.
 
-    python bench/meshes.py              search, and write docs/meshes.json (many minutes)
+    python bench/meshes.py              search, and write bench/results/meshes.json (many minutes)
     python bench/meshes.py published    the estimate beside what torchtitan has measured
 
 The time of a step is estimated:
@@ -39,6 +39,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
+import _tools  # noqa: F401
 import dry_run
 import shared
 from shared import ROOT
@@ -54,12 +55,12 @@ RANKS = [64, 512, 4096]
 LENGTH, BATCH, VOCABULARY = 8192, 2**24, 128256  # tokens
 PROCESSORS, TILE = 132, 128  # multiprocessors of an H100; a tile of a result is 128 x 128 numbers
 MEMORY_RATE = 2e12  # bytes per second
-LATENCY = 20e-6  # seconds of a collective beside those of its bytes
+LATENCY = 20e-6  # seconds of a collective, beside the time for its bytes
 NODE = 8  # GPUs
 NVLINK, NETWORK = 300e9, 50e9  # bytes per second that a GPU sends in a node, and between nodes
 MEMORY = 0.9 * 80e9  # the allocator and NCCL need a tenth
 LLAMA = (8, 1, 16)  # TP, CP and PP of Llama 3 405B (arXiv 2407.21783, table 4)
-FILE = ROOT / "docs/meshes.json"
+FILE = ROOT / "bench/results/meshes.json"
 
 
 @dataclasses.dataclass
@@ -96,7 +97,7 @@ class Mesh:
 
     @property
     def tokens_per_second(self) -> float:
-        """Those of a GPU."""
+        """Of one GPU."""
         tokens = self.sequences * LENGTH * self.micro_batches * self.dp
         return tokens / self.seconds / self.ranks
 

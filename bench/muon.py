@@ -5,8 +5,8 @@
 Trains the first run's model on its data in turns, a step of each contestant after the other: Muon
 and AdamW (fsdp2_pretrain.py) with their default learning rates, 1e-2 and 3e-3, and AdamW with 5e-3.
 Other programs on the machine change CPU time little, and what they change is the same for all.
-Writes docs/muon.json while it runs, and at the end docs/muon.png. `python bench/muon.py` only draws
-and prints again.
+Writes bench/results/muon.json while it runs, and at the end docs/images/muon.png. `python
+bench/muon.py` only draws and prints again.
 """
 
 import functools
@@ -15,6 +15,7 @@ import os
 import time
 from typing import Any
 
+import _tools  # noqa: F401
 import collectives
 import numpy as np
 import shared
@@ -25,7 +26,7 @@ from shared import ROOT
 import fsdp2_muon_pretrain
 import fsdp2_pretrain
 
-FILE = ROOT / "docs/muon.json"
+FILE = ROOT / "bench/results/muon.json"
 RATES = {"Muon, 1e-2": 1e-2, "AdamW, 3e-3": 3e-3, "AdamW, 5e-3": 5e-3}
 COLOURS = {"Muon, 1e-2": "#e07a1f", "AdamW, 3e-3": "#1d3557", "AdamW, 5e-3": "#8fb0d3"}
 GOAL = 1.50
@@ -133,7 +134,7 @@ def draw(result: dict[str, Any]) -> None:
     axes.set_xlabel("CPU seconds of both ranks")
     axes.set_ylabel("training loss (nats per byte)")
     axes.legend(frameon=False)
-    shared.finish(figure, ROOT / "docs/muon.png")
+    shared.finish(figure, ROOT / "docs/images/muon.png")
 
 
 def train(steps: int) -> None:

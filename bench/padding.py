@@ -11,6 +11,7 @@ import math
 import time
 from types import SimpleNamespace
 
+import _tools  # noqa: F401
 import numpy as np
 import shared
 

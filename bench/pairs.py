@@ -23,6 +23,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import _tools  # noqa: F401
 import shared
 import torch
 import torch.distributed as dist
@@ -75,7 +76,7 @@ def moments(session: Session) -> dict[str, torch.Tensor]:
         for name, x in tensors.items()
     }
     every: dict[str, torch.Tensor] = {}
-    for part in common.gather(own):  # a pipeline stage has those of its own blocks
+    for part in common.gather(own):  # a pipeline stage has only its blocks' values
         every |= part
     return every
 

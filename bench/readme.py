@@ -1,37 +1,35 @@
-"""Renew the parts of the pages that come from other files: code, flags, tables.
+"""Renew the parts of the pages that come from other files: code, tables.
 
     python bench/readme.py
 
-A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of a page; NAME is
+A part stands between the lines `<!-- begin NAME -->` and `<!-- end NAME -->` of a page. The .json
+files are in bench/results/. NAME is
 
     lines FILE | FIRST | LAST        lines of a script, from the one that contains FIRST to LAST
-    flags                            all flags with default and meaning, from the scripts
-    chapters                         the scripts: idea, formulas, lines (bench/strategies.py)
     traffic                          what a strategy keeps and moves (bench/strategies.py)
-    choosing                         which script fits where, of docs/choosing.json
-    inside                           tensor and context parallel, of docs/inside.json
-    stages                           pipelines across machines, of docs/stages.json
-    experts                          a mixture of experts on many GPUs, of docs/experts.json
-    lora                             LoRA beside full fine-tuning, of docs/lora.json
-    lora_peer                        LoRA beside PEFT and TRL, of docs/lora_peer.json
-    meshes                           meshes for Llama 3's shapes, of docs/meshes.json
+    choosing                         which script fits where, of choosing.json
+    inside                           tensor and context parallel, of inside.json
+    stages                           pipelines across machines, of stages.json
+    experts                          a mixture of experts on many GPUs, of experts.json
+    lora                             LoRA beside full fine-tuning, of lora.json
+    lora_peer                        LoRA beside PEFT and TRL, of lora_peer.json
+    meshes                           meshes for Llama 3's shapes, of meshes.json
     published                        their estimate beside torchtitan's figures (bench/meshes.py)
     sampling                         what sampling takes beside training (bench/strategies.py)
-    bubble                           what stages wait, of docs/bubble.json
-    distill                          learning from a teacher, of docs/distill.json
-    rows                             what becomes of rows of conversations (bench/rows.py)
-    break_even                       compute or network, by formula (bench/break_even.py)
-    pretraining, fine-tuning, steps  speed beside bare loops and libraries, of docs/compare.json
+    bubble                           what stages wait, of bubble.json
+    distill                          learning from a teacher, of distill.json
+    rows                             what becomes of rows of conversations (tools/rows.py)
+    break_even                       compute or network, by formula (tools/break_even.py)
+    pretraining, fine-tuning, steps  speed beside bare loops and libraries, of compare.json
 """
 
-import dataclasses
 import functools
-import importlib
 import json
 import re
 import textwrap
 from collections.abc import Callable
 
+import _tools  # noqa: F401
 import break_even
 import bubble
 import compare
@@ -44,54 +42,14 @@ import shared
 import strategies
 from shared import ROOT
 
-PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def default_of(field: dataclasses.Field, script: str) -> str:
-    """A flag's default as it would be given on the command line."""
-    value = field.default
-    if field.default_factory is not dataclasses.MISSING:
-        [value] = field.default_factory()
-    if field.name == "run_dir":  # depends on the program's name
-        return "`runs/SCRIPT`"
-    word = str(value).lower() if isinstance(value, bool | None) else str(value)
-    return f"`{word.replace(script, 'SCRIPT')}`"
-
-
-def flags() -> str:
-    """All flags of the scripts: default (of each script that has another one) and meaning."""
-    lines = ["| flag | default | |", "| --- | --- | --- |"]
-    strategies = [*reversed(shared.STRATEGIES), *shared.MUON, *shared.INSIDE]
-    scripts = [f"{name}_pretrain" for name in strategies]
-    scripts += ["fsdp2_sft", "fsdp2_lora", "fsdp2_grpo"]
-    configs = {script: importlib.import_module(script).Config for script in scripts}
-    fields = {
-        script: {f.name: f for f in dataclasses.fields(configs[script]) if f.init}
-        for script in scripts
-    }
-    for name in dict.fromkeys(name for script in scripts for name in fields[script]):
-        having = [script for script in scripts if name in fields[script]]
-        by_default: dict[str, list[str]] = {}  # the default of most is said without their names
-        for script in having:
-            by_default.setdefault(default_of(fields[script][name], script), []).append(script)
-        defaults = [*by_default][0] if len(by_default) == 1 else ", ".join(
-            default if len(same) > 3 else f"{default} ({', '.join(same)})"
-            for default, same in by_default.items()
-        )  # fmt: skip
-        meaning = fields[having[0]][name].metadata["help"]
-        lacking = ", ".join(script for script in scripts if script not in having)
-        few = len(having) < 4
-        meaning += f" ({', '.join(having)} only)" if few else f" (not {lacking})" if lacking else ""
-        lines.append(f"| `--{name}` | {defaults} | {meaning} |")
-    return "\n".join(lines)
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")]
+PAGES += sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / "bench/results").glob("*.md")])
 
 
 def parts() -> dict[str, Callable[[], str]]:
     """What stands between which markers."""
-    compared = json.loads((ROOT / "docs/compare.json").read_text())
+    compared = json.loads((ROOT / "bench/results/compare.json").read_text())
     made: dict[str, Callable[[], str]] = {
-        "flags": flags,
-        "chapters": strategies.chapters_table,
         "traffic": strategies.traffic_table,
         "choosing": strategies.choosing_table,
         "inside": strategies.inside_table,

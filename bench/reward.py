@@ -3,8 +3,8 @@
     python bench/reward.py [SEEDS]
 
 Runs fsdp2_grpo.py with SEEDS seeds (3 by default) from the same fine-tuned model, on 2 ranks.
-Writes docs/reward.png and docs/reward.json: for each seed the mean reward of held-out prompts by
-step. Prints how long each run took.
+Writes docs/images/reward.png and bench/results/reward.json: for each seed the mean reward of
+held-out prompts by step. Prints how long each run took.
 """
 
 import json
@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import _tools  # noqa: F401
 import losses
 import shared
 from shared import ROOT
@@ -35,7 +36,7 @@ def draw(seen: list[dict[int, float]]) -> None:
     axes.set_ylabel("mean reward, held-out prompts")
     axes.set_ylim(0, None)
     axes.legend(frameon=False)
-    shared.finish(figure, ROOT / "docs/reward.png")
+    shared.finish(figure, ROOT / "docs/images/reward.png")
 
 
 def main() -> None:
@@ -51,7 +52,7 @@ def main() -> None:
             seen.append(losses.read(run_dir, "validation_reward"))
             first, *_, last = seen[-1].values()
             print(f"seed {seed}: from {first:.2f} to {last:.2f} in {seconds:.0f} s")
-    (ROOT / "docs/reward.json").write_text(json.dumps(seen, indent=2) + "\n")
+    (ROOT / "bench/results/reward.json").write_text(json.dumps(seen, indent=2) + "\n")
     draw(seen)
 
 

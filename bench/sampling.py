@@ -27,6 +27,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import _tools  # noqa: F401
 import numpy as np
 import shared
 import torch

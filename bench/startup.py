@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import _tools  # noqa: F401
 import numpy as np
 import shared
 

@@ -1,13 +1,15 @@
-"""The strategies side by side, by formula and by bench/dry_run.py: tables and pictures.
+"""The strategies side by side, by formula and by tools/dry_run.py: tables and pictures.
 
     python bench/strategies.py traffic      memory and communication per rank, by formula
-    python bench/strategies.py choosing     which script fits where: docs/choosing.json (minutes)
-    python bench/strategies.py inside       TP and CP: docs/inside.json (minutes)
-    python bench/strategies.py stages       pipelines over slow links: docs/stages.json (minutes)
-    python bench/strategies.py experts      an MoE model: docs/experts.json (minutes)
+    python bench/strategies.py choosing     which script fits where: choosing.json (minutes)
+    python bench/strategies.py inside       TP and CP: inside.json (minutes)
+    python bench/strategies.py stages       pipelines over slow links: stages.json (minutes)
+    python bench/strategies.py experts      an MoE model: experts.json (minutes)
     python bench/strategies.py sampling     memory for sampling answers, by formula
-    python bench/strategies.py timeline     memory and collectives over a step: docs/timeline_*.png
-    python bench/strategies.py ranks        memory and traffic by number of ranks: docs/ranks.png
+    python bench/strategies.py timeline     memory and collectives over a step: timeline_*.png
+    python bench/strategies.py ranks        memory and traffic by number of ranks: ranks.png
+
+Files are in bench/results/, pictures in docs/images/.
 
 traffic: qwen2-0.5b with the GPT-2 vocabulary on 8 ranks, AdamW, bf16 compute, 1 and 4 micro-batches
 of 4,096 tokens per rank and step.
@@ -27,15 +29,15 @@ ranks: qwen2-0.5b, a micro-batch of 4,096 tokens per rank and step.
 
 import copy
 import functools
-import importlib
 import json
 import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import _tools  # noqa: F401
 import shared
 import torch
-from dry_run import GIB, MIB, Report, Watch, be_rank, dry_run
+from dry_run import GIB, MIB, Report, Watch, report
 from shared import ROOT, STRATEGIES, qwen2
 from transformers import AutoModelForCausalLM
 
@@ -60,7 +62,7 @@ SETTINGS: dict[str, tuple[str, dict[str, Any]]] = {  # the first one that fits i
 }
 CARDS = (24, 80)  # GB of a GPU
 TOKENS = 4096  # per micro-batch
-FILE = ROOT / "docs/choosing.json"
+FILE = ROOT / "bench/results/choosing.json"
 SHARING: dict[str, tuple[str, dict[str, Any]]] = {  # of 8 ranks
     "FSDP alone": ("fsdp2", {}),
     "TP of 2": ("fsdp2_tp", {"tensor_parallel": 2}),
@@ -70,16 +72,16 @@ SHARING: dict[str, tuple[str, dict[str, Any]]] = {  # of 8 ranks
 }
 CARD_OF = {"0.5B": 24, "7B": 80}  # GB of a GPU
 LENGTH = 8192  # tokens of the sequence whose memory and traffic are shown
-FILE_INSIDE = ROOT / "docs/inside.json"
+FILE_INSIDE = ROOT / "bench/results/inside.json"
 ACROSS: dict[str, tuple[str, dict[str, Any]]] = {  # of two machines of 8 GPUs
     "FSDP over both": ("fsdp2", {}),
     "FSDP in each, replicas across": ("fsdp2", {"dp_replicate": 2}),
     "FSDP in each, 2 stages across": ("fsdp2_pp", {"pipeline_parallel": 2}),
 }
 STEP = 2**20  # tokens of an optimizer step
-FILE_STAGES = ROOT / "docs/stages.json"
+FILE_STAGES = ROOT / "bench/results/stages.json"
 EXPERT_PARALLEL = 8  # a machine
-FILE_EXPERTS = ROOT / "docs/experts.json"
+FILE_EXPERTS = ROOT / "bench/results/experts.json"
 
 
 # --- Traffic, by formula --------------------------------------------------------------------------
@@ -172,7 +174,7 @@ def traffic_table(ranks: int = 8) -> str:
         cells = [script, memory, f"{gigabytes:.2f} GB", traffic]
         cells += [f"{sent(k):.2f} GB" for k in MICRO_BATCHES]
         lines.append(f"| {' | '.join(cells)} |")
-    elsewhere = "[MoE models](numbers.md#mixtures-of-experts)"
+    elsewhere = "[MoE models](scale.md#mixtures-of-experts)"
     lines.append(
         "| `fsdp2_ep_pretrain.py`, E = 2, t experts per token | 1/N of everything; 1/E of a "
         f"block's experts while it computes | {elsewhere} | as FSDP2, with 1/E of the experts on "
@@ -181,111 +183,7 @@ def traffic_table(ranks: int = 8) -> str:
     return "\n".join(lines)
 
 
-CHAPTERS = [  # script, page, idea, memory per rank, communication of a step, when to use it
-    (
-        "ddp_pretrain", "ddp", "every rank holds the whole model; also ZeRO-1",
-        "16 (ZeRO-1: 8 + 8/N)", "2G(N-1)/N", "everything fits with room to spare",
-    ),
-    (
-        "fsdp1_pretrain", "fsdp1", "flat parameters, sharded",
-        "16/N", "(2P+G)(N-1)/N", "you read code that was built on it",
-    ),
-    (
-        "fsdp2_pretrain", "fsdp2",
-        "each parameter is a sharded DTensor; also HSDP, CPU offloading, float8",
-        "16/N", "(2P+G)(N-1)/N", "several GPUs, and the model does not fit each of them",
-    ),
-    (
-        "fsdp2_muon_pretrain", "muon",
-        "Muon: each rank orthogonalizes some of the matrices, in full",
-        "12/N for the matrices of blocks, 16/N for the rest", "FSDP2's; 2M(N-1)/N² per step",
-        "you want to reach a loss in fewer steps",
-    ),
-    (
-        "fsdp2_tp_pretrain", "tensor", "tensor parallelism: T ranks compute each layer together",
-        "16/N, 1/T of the activations between layers",
-        "FSDP2's for 1/T of the model; 8A(T-1)/T per block",
-        "a block does not fit, or there are too many ranks for the global batch",
-    ),
-    (
-        "fsdp2_cp_pretrain", "context",
-        "context parallelism (Ulysses, ring attention): C ranks share each sequence",
-        "16/N, 1/C of the activations of a sequence", "FSDP2's; 4(Q+K)(C-1)/C² per block",
-        "the activations of one sequence do not fit",
-    ),
-    (
-        "fsdp2_pp_pretrain", "pipeline",
-        "pipeline parallelism (GPipe, 1F1B, interleaved, zero bubble): S stages of the blocks",
-        "16/N; during a step, 1/S of the model unsharded", "(P+G)/S within a stage; A to neighbors",
-        "the links between machines are slow",
-    ),
-    (
-        "fsdp2_ep_pretrain", "expert",
-        "expert parallelism for MoE models: tokens travel to the E ranks of their experts",
-        "16/N, 1/E of a block's experts unsharded",
-        "FSDP2's for 1/E of the experts; 4tA(E-1)/E per block", "an MoE model",
-    ),
-    (
-        "fsdp2_nd_pretrain", "composing", "data, tensor, context and pipeline parallelism",
-        "16/N; during a step, 1/(TS) of the model unsharded", "the sum of the above",
-        "hundreds of GPUs: one dimension reaches its limit",
-    ),
-    (
-        "fsdp2_sft", "finetuning", "supervised fine-tuning: loss on the assistant's tokens",
-        "as FSDP2", "as FSDP2", "you have conversations to learn from",
-    ),
-    (
-        "fsdp2_lora", "lora", "LoRA and QLoRA: adapters beside a frozen base in bf16 or 4 bits",
-        "2/N (NF4: 0.53/N for layers with adapters), and 16/N for each parameter of the adapters",
-        "2P(N-1)/N, P: bytes of the base as it is kept",
-        "full fine-tuning does not fit, or you want a small file per task",
-    ),
-    (
-        "fsdp2_grpo", "rl", "RL (GRPO): the model samples answers, a function scores them",
-        "as FSDP2; all parameters while it samples", "FSDP2's; P(N-1)/N to sample",
-        "a program can tell good answers from bad ones",
-    ),
-]  # fmt: skip
-
-
-BY_HAND = {  # script -> its strategies in by_hand/
-    "ddp_pretrain": "ddp", "fsdp1_pretrain": "fsdp", "fsdp2_pretrain": "fsdp",
-    "fsdp2_tp_pretrain": "tensor sequence", "fsdp2_pp_pretrain": "pipeline",
-}  # fmt: skip
-# These have no API of PyTorch around them: the script is the strategy by hand.
-OWN_HANDS = ["fsdp2_muon_pretrain", "fsdp2_cp_pretrain", "fsdp2_ep_pretrain", "fsdp2_lora"]
-
-
-def chapters_table() -> str:
-    """Return Markdown, with the lines of each script."""
-    lines = [
-        "| script | by hand | idea | memory per rank | communication | use it if |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for script, page, idea, memory, volume, use in CHAPTERS:
-        length = len((ROOT / f"{script}.py").read_text().splitlines())
-        links = f"[`{script}.py`]({script}.py), {length:,} lines, [page](docs/{page}.md)"
-        names = BY_HAND.get(script, "").split()
-        hand = ", ".join(f"[{name}](by_hand/{name}.py)" for name in names)
-        if script in OWN_HANDS:
-            hand = "in the script"
-        lines.append(f"| {links} | {hand} | {idea} | {memory} | {volume} | {use} |")
-    return "\n".join(lines)
-
-
 # --- Which script fits where ----------------------------------------------------------------------
-
-
-def report(
-    strategy: str, model: str, vocabulary: int, ranks: int, watch=None, rank=0, **own: Any
-) -> Report:
-    """Dry-run a step of one micro-batch per rank: 2 sequences of 2,048 tokens, bf16."""
-    be_rank(rank, ranks, 8)
-    script = importlib.import_module(f"{strategy}_pretrain")
-    flags = {"max_length": 2048, "micro_batch_tokens": TOKENS, "precision": "bf16", **own}
-    dp_size = ranks // own.get("tensor_parallel", own.get("context_parallel", 1))
-    flags.setdefault("global_batch_tokens", flags["micro_batch_tokens"] * dp_size)
-    return dry_run(script, script.Config(model=model, **flags), vocabulary, watch)
 
 
 def choosing() -> None:
@@ -605,7 +503,7 @@ def timeline() -> None:
         title = f"{strategy}_pretrain.py{REMARKS.get(strategy, '')}"
         axis.set_title(title, fontsize=9, loc="left")
         axis.legend(frameon=False, fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-        shared.finish(figure, ROOT / f"docs/timeline_{strategy}.png")
+        shared.finish(figure, ROOT / f"docs/images/timeline_{strategy}.png")
 
 
 def ranks() -> None:
@@ -623,7 +521,7 @@ def ranks() -> None:
         axis.set_ylim(bottom=0)
         axis.set_title(title, fontsize=9)
     axes[0].legend(frameon=False, fontsize=8)
-    shared.finish(figure, ROOT / "docs/ranks.png")
+    shared.finish(figure, ROOT / "docs/images/ranks.png")
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import _tools  # noqa: F401
 import datasets
 import numpy as np
 import shared
@@ -54,7 +55,7 @@ def train(texts: list[str], directory: Path) -> None:
 
 
 def cpu_seconds() -> float:
-    """Return those of this process and of all that have ended: `map` may start one."""
+    """Return the CPU seconds of this process and of its ended children, which `map` may start."""
     return sum(os.times()[:4])
 
 

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import _tools  # noqa: F401
 import shared
 from shared import ROOT
 
@@ -23,7 +24,7 @@ BLOCK = re.compile(r"(<!-- try -->\n```bash\n(.*?)```\n\n```text\n)(.*?)```", re
 # Name -> file.
 PAGES = {
     page.stem: page
-    for page in [ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+    for page in [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
     if "<!-- try -->" in page.read_text()
 }
 SPEED = re.compile(r"[\d,]+ tokens/s")  # differs from run to run
@@ -41,7 +42,7 @@ def run_blocks(
     with tempfile.TemporaryDirectory() as folder:
         for file in ROOT.glob("*.py"):
             shutil.copy(file, folder)
-        for name in ("bench", "by_hand", "reference"):
+        for name in ("bench", "by_hand", "reference", "tools", "try"):
             shutil.copytree(ROOT / name, Path(folder, name))
         environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
         environment["PATH"] = f"{programs}:{environment['PATH']}"

@@ -40,7 +40,7 @@ def shard(layer):
         full.untyped_storage().resize_(0)
 
     def after_forward(layer, inputs, output):
-        free()
+        free()  # fsdp2_pretrain.py keeps the last layer, whose backward comes next
         output.register_hook(gather)  # the layer's backward begins with this gradient
 
     def reduce(_):

@@ -6,7 +6,8 @@ The ranks compute each block together, on the same batch. Each has some of the h
 the feed-forward (Megatron-LM, arXiv 1909.08053). Embedding and head are on every rank.
 
 PyTorch's parameters are DTensors, which know their full shape. Checkpoints, gradient norms and
-FSDP build on that.
+FSDP build on that. By hand, layers with biases need more: add a row-parallel bias once, after the
+all-reduce. And a gradient norm over this rank's weights alone would be too small.
 """
 
 import copy
@@ -27,7 +28,7 @@ if torch.cuda.is_available():
 
 
 class Communicate(torch.autograd.Function):
-    """Apply `operation` to a tensor in forward, and `conjugate` to its gradient in backward."""
+    """Apply `operation` in forward and `conjugate` in backward. (`torch.clone` changes nothing.)"""
 
     @staticmethod
     def forward(ctx, x, operation, conjugate):

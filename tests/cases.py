@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "bench")]
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "bench")]
 import shared  # noqa: E402
 
 

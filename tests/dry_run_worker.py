@@ -1,4 +1,4 @@
-"""Run a real step of every strategy, watched as bench/dry_run.py watches it.
+"""Run a real step of every strategy, watched as tools/dry_run.py watches it.
 
 See cases.py; a case is [script, flags]. Tells what rank 0 kept and which collectives it issued, and
 in pipelines the last rank too.
@@ -8,7 +8,7 @@ import dataclasses
 import gc
 import importlib
 
-import cases  # also adds the root and bench to sys.path
+import cases  # also adds the root, tools and bench to sys.path
 import dry_run
 import shared
 import torch

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools"), str(ROOT / "bench")]
 RANK, RANKS = 1, 4
 os.environ |= {"RANK": str(RANK), "LOCAL_RANK": str(RANK), "CUDA_VISIBLE_DEVICES": ""}
 os.environ |= {"WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}

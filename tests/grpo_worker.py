@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import cases  # also adds the root and bench to sys.path
+import cases  # also adds the root, tools and bench to sys.path
 import collectives
 import numpy as np
 import shared

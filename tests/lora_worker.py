@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 
-import cases  # also adds the root and bench to sys.path
+import cases  # also adds the root, tools and bench to sys.path
 import collectives
 import shared
 import torch

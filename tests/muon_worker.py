@@ -6,7 +6,7 @@ See cases.py.
 import hashlib
 from collections.abc import Iterator
 
-import cases  # also adds the root and bench to sys.path
+import cases  # also adds the root, tools and bench to sys.path
 import collectives
 import script_parts as parts
 import torch

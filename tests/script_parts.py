@@ -1,11 +1,11 @@
-"""Build and run the parts of a script as its `main` does, with the helpers of bench/shared.py."""
+"""Build and run the parts of a script as its `main` does, with the helpers of tools/shared.py."""
 
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from shared import build_model, call, dp_rank_and_size, evaluate  # noqa: E402, F401
 
 import common  # noqa: E402

@@ -34,6 +34,7 @@ pytestmark = [
 def requirements() -> list[str]:
     """Return what to install: one version of torch with all else, or the lowest versions."""
     lines = (ROOT / "requirements.txt").read_text().splitlines()
+    lines = [line for line in lines if not line.startswith("#")]
     if LOWEST:
         return [re.sub(r"[>=]=([\d.]*\d).*", r"==\1", line) for line in lines]
     lines += (ROOT / "requirements-dev.txt").read_text().splitlines()

@@ -8,6 +8,27 @@ from pathlib import Path
 from conftest import ROOT
 
 
+def test_the_workflow_runs_what_ci_runs():
+    """On the oldest and the newest Python, of which .ci/python chooses one."""
+    workflow = (ROOT / ".github/workflows/test.yml").read_text()
+    assert re.findall(r"(?m)^ +- run: (.*)$", workflow) == [".ci/run"]
+    versions = re.findall(r"(?m)^ +(3\.\d+)$", workflow)
+    [known] = re.findall(r"for version in (.*); do", (ROOT / ".ci/python").read_text())
+    assert versions == [known.split()[0], known.split()[-1]]
+
+
+def test_git_ignores_what_the_pages_commands_write():
+    """And keeps the folder, so that commands can write to it."""
+    names = ["try/a.py", "try/b.log", "try/fewer/c.py", "runs/a/metrics.jsonl"]
+    done = subprocess.run(["git", "check-ignore", *names], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == names
+    assert (ROOT / "try/.gitignore").exists()
+    for page in (ROOT / "docs").glob("*.md"):
+        for code in re.findall(r"```bash\n(.*?)```", page.read_text(), re.DOTALL):
+            written = re.findall(r"(?<!2)> *([\w$/().-]+)", code)
+            assert all(name.startswith(("try/", "/dev/null")) for name in written), page.name
+
+
 def choose(folder: Path, number: int) -> subprocess.CompletedProcess:
     """Run .ci/python where no other Python than those of the folder is found."""
     environment = {"PATH": str(folder), "PYENV_ROOT": str(folder / "pyenv")}

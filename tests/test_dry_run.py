@@ -1,4 +1,4 @@
-"""bench/dry_run.py against real ranks, PyTorch's own memory tracker and the closed forms."""
+"""tools/dry_run.py against real ranks, PyTorch's own memory tracker and the closed forms."""
 
 import functools
 import importlib
@@ -12,7 +12,7 @@ from grid import share
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 
-sys.path.insert(0, str(ROOT / "bench"))
+sys.path.insert(0, str(ROOT / "tools"))
 import break_even  # noqa: E402
 import collectives  # noqa: E402
 import dry_run  # noqa: E402
@@ -311,7 +311,7 @@ def test_a_frozen_base_is_kept_in_few_bytes(precision):
 @pytest.mark.drill
 def test_collectives_of_a_run_are_those_of_the_dry_run(corpus, two_blocks):
     flags = RUN_FLAGS | {"model": two_blocks, "dataset": corpus}
-    done = torchrun(2, "bench/collectives.py", "fsdp2_pretrain.py", *arguments(flags))
+    done = torchrun(2, "tools/collectives.py", "fsdp2_pretrain.py", *arguments(flags))
     assert done.returncode == 0, done.stderr
     report = predict("fsdp2_pretrain", RUN_FLAGS | {"model": two_blocks, "precision": "fp32"}, 2)
     assert done.stdout == f"{collectives.table(report.calls)}\n"

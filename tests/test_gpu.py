@@ -22,7 +22,7 @@ import fsdp2_cp_pretrain
 from model import BUCKETED_TYPES, count_flops, use_float8
 from run import Flags, advise_on_threads, peak_tflops, report, set_up_gpu
 
-sys.path.insert(0, str(ROOT / "bench"))
+sys.path.insert(0, str(ROOT / "tools"))
 import gpu  # noqa: E402
 
 ALL = [*SCRIPTS, MUON, *INSIDE, "fsdp2_sft.py", "fsdp2_lora.py", "fsdp2_grpo.py"]
@@ -402,8 +402,8 @@ def test_the_benchmark_accepts_its_own_settings(monkeypatch, ranks):
 
 
 def test_the_benchmark_continues_after_a_setting_that_fails(monkeypatch, tmp_path):
-    written = tmp_path / "docs/gpu.json"
-    written.parent.mkdir()
+    written = tmp_path / "bench/results/gpu.json"
+    written.parent.mkdir(parents=True)
     known = []  # what the file has before each setting
 
     def measure(what):

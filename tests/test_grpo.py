@@ -661,7 +661,8 @@ def test_tokens_are_those_that_the_draws_ask_for():
 @pytest.mark.parametrize("name", ["qwen2", "mistral with a window"])
 def test_answers_have_the_bits_of_a_cache_that_copies(monkeypatch, name):
     """Also while answers end, several of them at once, and others take their places."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    for folder in ("bench", "tools"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
     import sampling
 
     torch.manual_seed(0)
@@ -750,7 +751,8 @@ def test_a_type_that_would_sample_wrongly_is_refused(reinforce, tmp_path):
 
 def test_what_is_kept_of_a_token_is_what_the_page_says(monkeypatch):
     """Compare keys and values as `sample` keeps them, in bf16, with the formula of the table."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    for folder in ("bench", "tools"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
     import strategies
 
     torch.manual_seed(0)

@@ -89,8 +89,10 @@ VARIANTS = {
     "checkpoints.save(adapters,": "checkpoints.save(model,",
     "dp_rank, dp_size)": "rank, ranks)",
 }
-# Lines that a script of by_hand/ may have, with docstring, imports and the model.
-BY_HAND = {f"by_hand/{name}.py": 120 for name in ("ddp", "fsdp", "tensor", "sequence", "pipeline")}
+# Lines that a script of by_hand/ may have, with docstring, imports and the model: those of a
+# strategy, and the two that are about something else.
+BY_HAND = {f"by_hand/{name}.py": 140 for name in ("ddp", "fsdp", "tensor", "sequence", "pipeline")}
+OTHERS_BY_HAND = {f"by_hand/{name}.py": 140 for name in ("collectives", "checkpoint")}
 # Where its strategy begins and ends.
 AFTER_SETUP, LEARNS = '    torch.set_default_device("cuda")\n', "\n# --- A small transformer learns"
 LAYOUT = [
@@ -276,19 +278,38 @@ def test_the_model_knows_nothing_of_ranks():
     assert re.findall(words, text) == []
 
 
+def test_tools_import_nothing_of_bench():
+    made = {path.stem for path in (ROOT / "bench").glob("*.py")}
+    for path in (ROOT / "tools").glob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        used = {
+            alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names
+        }
+        used |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+        assert not used & made, path.name
+
+
+def test_pages_and_pictures_and_results_have_folders_of_their_own():
+    assert {path.suffix for path in (ROOT / "docs").glob("*.*")} == {".md"}
+    assert {path.suffix for path in (ROOT / "docs/images").iterdir()} == {".png"}
+    assert {path.suffix for path in (ROOT / "bench/results").iterdir()} == {".json", ".md"}
+
+
 # --- by_hand, and pages ---------------------------------------------------------------------------
 
 
 def test_all_scripts_by_hand_are_listed():
-    assert sorted(BY_HAND) == sorted(f"by_hand/{f.name}" for f in (ROOT / "by_hand").glob("*.py"))
+    listed = sorted(BY_HAND | OTHERS_BY_HAND)
+    assert listed == sorted(f"by_hand/{f.name}" for f in (ROOT / "by_hand").glob("*.py"))
 
 
-@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("name", BY_HAND | OTHERS_BY_HAND)
 def test_a_script_by_hand_is_short_and_needs_only_torch(name):
     text = read(name)
-    assert len(text.splitlines()) <= BY_HAND[name]
-    strategy = text.partition(AFTER_SETUP)[2].partition(LEARNS)[0]
-    assert 30 < len(strategy.strip().splitlines()) <= 60
+    assert len(text.splitlines()) <= (BY_HAND | OTHERS_BY_HAND)[name]
+    if name in BY_HAND:
+        strategy = text.partition(AFTER_SETUP)[2].partition(LEARNS)[0]
+        assert 30 < len(strategy.strip().splitlines()) <= 60
     nodes = list(ast.walk(ast.parse(text)))
     modules = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     modules += [node.module for node in nodes if isinstance(node, ast.ImportFrom)]
@@ -308,12 +329,15 @@ def test_scripts_by_hand_have_the_same_setup_and_transformer(name):
 
 
 def test_pages_are_short():
-    """Lines too. Exercises, with all their output, and diffs, which are generated, may be long."""
-    limits = {"README.md": 250, "AGENTS.md": 60, "docs/runs.md": 300, "docs/traps.md": 190}
-    for path in [ROOT / "README.md", ROOT / "AGENTS.md", *ROOT.glob("docs/*.md")]:
+    """Lines too. The exercises, with all their output, may be long."""
+    limits = {"docs/runs.md": 310, "docs/traps.md": 190, "docs/recipes.md": 180}
+    limits |= {"README.md": 150}
+    limits |= {"docs/scale.md": 220, "docs/speed.md": 180, "docs/own_loop.md": 220}
+    names = ["README.md", "CONTRIBUTING.md", "AGENTS.md"]
+    for path in [*map(ROOT.joinpath, names), *ROOT.glob("docs/*.md")]:
         page, text = str(path.relative_to(ROOT)), path.read_text()
-        if path.stem not in ("exercises", "diffs"):
-            assert len(text.splitlines()) <= limits.get(page, 150), page
+        if path.stem != "exercises":
+            assert len(text.splitlines()) <= limits.get(page, 160), page
         prose = re.sub(r"(?ms)^```.*?^```$", "", text)
         wide = [line for line in prose.splitlines() if len(line) > 120]
         assert all(line.startswith(("|", "![", "<!--")) for line in wide), (page, wide)

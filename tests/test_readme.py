@@ -32,13 +32,23 @@ ALL_SCRIPTS += ["fsdp2_sft.py", "fsdp2_lora.py", "fsdp2_grpo.py"]
 # that the scripts inherit.
 CONFIGS = {script: importlib.import_module(script[:-3]).Config for script in ALL_SCRIPTS}
 README = (ROOT / "README.md").read_text()
-PAGES = [ROOT / "README.md", ROOT / "AGENTS.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+RESULTS = sorted((ROOT / "bench/results").glob("*.md"))
+# What else links to files, or names them.
+TEXTS = [*PAGES, *RESULTS, *ROOT.glob("reference/*.md")]
+PROGRAMS = [path for name in ("by_hand", "tools", "bench") for path in (ROOT / name).glob("*.py")]
 TEXT = {page.name: page.read_text() for page in PAGES}
 
 
-def block(marker: str) -> list[str]:
-    """Lines of the README's code block after a marker."""
-    found = re.search(rf"<!-- {marker} -->\n```bash\n(.*?)```", README, re.DOTALL)
+def add_to_path(monkeypatch):
+    for folder in ("bench", "tools"):
+        monkeypatch.syspath_prepend(str(ROOT / folder))
+
+
+def block(marker: str, page: str = "README.md") -> list[str]:
+    """Return the lines of a page's code block after a marker."""
+    found = re.search(rf"<!-- {marker} -->\n```bash\n(.*?)```", TEXT[page], re.DOTALL)
     return found[1].splitlines()
 
 
@@ -57,8 +67,8 @@ def launches() -> list[str]:
     """Those that start one of the scripts; tests/test_nodes.py runs the one of Slurm."""
     return [
         command for command in commands()
-        if set(command.split()) & set(ALL_SCRIPTS) and not command.startswith(("srun", "python b"))
-        and " bench/" not in command
+        if set(command.split()) & set(ALL_SCRIPTS) and not command.startswith(("srun", "python"))
+        and " bench/" not in command and " tools/" not in command
     ]  # fmt: skip
 
 
@@ -76,25 +86,36 @@ def test_flags_of_the_pages_are_accepted(command, monkeypatch):
     assert config.steps > 0 or "--steps 0" in command
 
 
-# Flags in running text that are not the scripts': torchrun's, pytest's and the programs' of bench/.
+# Flags in running text that are not the scripts': torchrun's, pytest's, and those of tools/ and
+# bench/.
 OTHERS = """nnodes nproc-per-node max-restarts shutdown-timeout rdzv-backend rdzv-id rdzv-endpoint
     standalone help nonblocking pid signal cpus-per-task ntasks-per-node gpus-per-node nodes
     requeue ranks vocabulary memory_gib link_gbps tflops no-build-isolation turns only pre
     check model_args tasks batch_size prompt""".split()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_flags_and_files_that_a_page_names_are_there(page):
-    text = re.sub(r"```diff\n.*?```", "", TEXT[page.name], flags=re.DOTALL)
+    text = re.sub(r"```diff\n.*?```", "", page.read_text(), flags=re.DOTALL)
     known = {flag for config in CONFIGS.values() for flag in config.__dataclass_fields__}
     named = set(re.findall(r"(?<![\w-])--([a-z][\w-]*)", text))
     assert named - known - set(OTHERS) == set()
-    for name in re.findall(r"(?<![\w/])((?:bench|tests|docs)/\w+\.\w+)", text):
-        made = name in ("docs/gpu.json",)
-        assert made or (ROOT / name).exists(), name
+    assert missing_files(text) == []
     tests = "".join(path.read_text() for path in (ROOT / "tests").glob("test_*.py"))
     for name in re.findall(r"`(test_\w+)`", text):
         assert f"def {name}(" in tests, name
+
+
+def missing_files(text: str) -> list[str]:
+    """Return the files of this repository that a text names and that are not there."""
+    folders = "bench|tests|docs|tools|by_hand|reference"
+    names = re.findall(rf"(?<![\w/.])((?:{folders})/[\w/]+\.(?:py|md|json|png|txt|sh))\b", text)
+    return [name for name in names if not (ROOT / name).exists()]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_that_a_program_names_are_there(program):
+    assert missing_files(program.read_text()) == []
 
 
 def anchors(text: str) -> set[str]:
@@ -103,10 +124,10 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_resolve(page):
     links = re.findall(
-        r"\]\(([^)\s]*)\)", re.sub(r"```.*?```", "", TEXT[page.name], flags=re.DOTALL)
+        r"\]\(([^)\s]*)\)", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
     )
     for link in (link for link in links if not link.startswith("https://")):
         file, _, anchor = link.partition("#")
@@ -117,8 +138,8 @@ def test_links_resolve(page):
 
 def test_every_page_is_linked_from_the_readme():
     linked = {Path(name).name for name in re.findall(r"\]\((docs/\w+\.md)\)", README)}
-    assert linked == TEXT.keys() - {"README.md", "AGENTS.md"}
-    assert "(AGENTS.md)" in README
+    assert linked == TEXT.keys() - {"README.md", "CONTRIBUTING.md", "AGENTS.md"}
+    assert "(CONTRIBUTING.md)" in README and "(CONTRIBUTING.md)" in TEXT["AGENTS.md"]
 
 
 def first_losses() -> dict[str, str]:
@@ -138,7 +159,7 @@ def test_first_run(tmp_path):
         "source .venv/bin/activate",
         "pip install -r requirements.txt",
     ]
-    for name in (*ALL_SCRIPTS, "common.py", "chat.py", "sample.py"):
+    for name in (*ALL_SCRIPTS, "common.py", "model.py", "run.py", "conversations.py", "sample.py"):
         shutil.copy(ROOT / name, tmp_path)
     cache = str(tmp_path / "cache")  # nothing is cached yet
     environment = os.environ | {"HF_HOME": cache, "HF_DATASETS_CACHE": cache}
@@ -176,7 +197,7 @@ def test_first_run(tmp_path):
     written = run(write, quiet=False)
     assert re.search(r"\b(self|return|if|for)\b", written)  # a newcomer sees that it is Python
     following = re.search(r"next:  (.*)", printed)[1]
-    pretrain, tune, reinforce, chat = block("chain")
+    pretrain, tune, reinforce, chat = block("chain", "recipes.md")
     assert pretrain == command and "fsdp2_tp_pretrain.py" in following
     following = re.search(r"next:  (.*)", run(tune))[1]
     assert reinforce == following
@@ -185,7 +206,8 @@ def test_first_run(tmp_path):
         line["validation_reward"] for line in read_lines(tmp_path / "runs/fsdp2_grpo")
         if "validation_reward" in line
     ]  # fmt: skip
-    before, after = map(float, re.search(r"rises from ([\d.]+) to ([\d.]+)", README).groups())
+    rises = re.search(r"rises from ([\d.]+) to ([\d.]+)", TEXT["recipes.md"])
+    before, after = map(float, rises.groups())
     assert rewards[0] < before + 0.03
     assert rewards[-1] > before + 0.2 * (after - before)
     message = r"Write the docstring of:\\\n\\\ndef add(a, b):\\\n    return a + b\\\n\n"
@@ -222,9 +244,11 @@ def test_all_environments_install_what_the_readme_says():
     assert pin in peers
 
 
-def test_rewards_of_the_readme_are_those_of_the_picture():
-    seeds = [list(seen.values()) for seen in json.loads((ROOT / "docs/reward.json").read_text())]
-    claimed = re.search(r"rises from ([\d.]+) to ([\d.]+) in 80 steps", README)
+def test_rewards_of_the_recipe_are_those_of_the_picture():
+    seeds = [
+        list(seen.values()) for seen in json.loads((ROOT / "bench/results/reward.json").read_text())
+    ]
+    claimed = re.search(r"rises from ([\d.]+) to ([\d.]+) in 80 steps", TEXT["recipes.md"])
     for number, place in ((1, 0), (2, -1)):
         mean = sum(rewards[place] for rewards in seeds) / len(seeds)
         assert float(claimed[number]) == pytest.approx(mean, abs=0.005)
@@ -270,7 +294,7 @@ def test_prediction_for_the_real_run():
     words = shlex.split(command)
     flags = words[words.index("fsdp2_pretrain.py") + 1 :]
     flags += ["--global_batch_tokens", str(2 * 4 * 8192)]
-    program = ["bench/dry_run.py", "fsdp2_pretrain.py", "--ranks", "4", "--vocabulary", "50257"]
+    program = ["tools/dry_run.py", "fsdp2_pretrain.py", "--ranks", "4", "--vocabulary", "50257"]
     peak = re.search(r"\*\*peak\*\* \| \*\*([\d,.]+) MiB", dry_run(*program, *flags))[1]
     claimed = re.search(r"GPU needs ([\d.]+) GiB", " ".join(README.split()))[1]
     assert float(peak.replace(",", "")) / 1024 == pytest.approx(float(claimed), abs=0.05)
@@ -289,19 +313,16 @@ def test_dry_run_prints_what_the_page_on_scale_shows():
 
 def chapters() -> dict[str, str]:
     """Return script -> page, as the README's table of chapters pairs them."""
-    return dict(re.findall(r"\((\w+\.py)\), [\d,]+ lines, \[page\]\(docs/(\w+)\.md\)", README))
+    return dict(re.findall(r"\((\w+\.py)\), \[page\]\(docs/(\w+)\.md\)", README))
 
 
 def test_symbols_of_formulas_are_explained_once():
-    [symbols] = re.findall(r"## Symbols\n(.*?)\n## ", TEXT["break_even.md"], re.DOTALL)
+    [symbols] = re.findall(r"## Symbols\n(.*?)\n## ", TEXT["scale.md"], re.DOTALL)
     explained = re.findall(r"(?m)^\| ([A-Za-z, ]+) \|", symbols)
     names = [name for cell in explained for name in cell.split(", ")]
     assert len(names) == len({*names}) > 15
-    chapter_table, traffic_table = (
-        re.search(rf"<!-- begin {part} -->(.*?)<!-- end", TEXT[page], re.DOTALL)[1]
-        for part, page in (("chapters", "README.md"), ("traffic", "scale.md"))
-    )
-    formulas = re.sub(r"\w*[A-Z]{2,}[A-Z0-9]+\w*|\[.*?\]|`.*?`", "", chapter_table + traffic_table)
+    table = re.search(r"<!-- begin traffic -->(.*?)<!-- end", TEXT["scale.md"], re.DOTALL)[1]
+    formulas = re.sub(r"\w*[A-Z]{2,}[A-Z0-9]+\w*|\[.*?\]|`.*?`", "", table)
     used = {*re.findall(r"(?<![A-Za-z])[A-Z](?![a-zA-Z]| is)", formulas)}
     assert used <= {*names} and {*"NPGAQK"} <= used, used - {*names}
     for script in ALL_SCRIPTS:
@@ -318,7 +339,7 @@ def test_every_script_has_a_page():
 @pytest.mark.parametrize("script, page", chapters().items())
 def test_a_page_is_short_and_has_code_and_experiments(script, page):
     text = TEXT[f"{page}.md"]
-    assert 80 <= len(text.splitlines()) <= 150
+    assert 80 <= len(text.splitlines()) <= 160
     assert f"[`{script}`](../{script})" in text
     headings = re.findall(r"(?m)^## (.*)$", text)
     expected = ["The idea", "The lines that matter", "Memory and communication", "When to use it"]
@@ -351,7 +372,7 @@ def quick_programs(tmp_path_factory):
     "page", share(page.stem for page in PAGES if "<!-- try -->" in TEXT[page.name])
 )
 def test_experiments_print_what_the_pages_show(page, monkeypatch, quick_programs):
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    add_to_path(monkeypatch)
     import tryit
 
     for shown, printed in tryit.run_blocks(page, quick_programs):
@@ -393,7 +414,7 @@ def test_every_exercise_has_a_folded_answer_that_is_run():
 
 
 def test_outputs_are_compared_by_their_numbers(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    add_to_path(monkeypatch)
     import tryit
 
     shown = "| 1 | 6.1341 | 1.0e-07 |\nsent 2,614.89 MiB  9,000 tokens/s\n"
@@ -403,16 +424,18 @@ def test_outputs_are_compared_by_their_numbers(monkeypatch):
         assert not tryit.is_similar(shown, shown.replace(part, other))
 
 
-PROGRAMS = [
-    path for path in sorted((ROOT / "bench").glob("*.py"))
-    if path.stem not in ("shared", "contestant", "dry_run")  # test_dry_run.py tests the last
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("program", PROGRAMS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "program",
+    [  # test_dry_run.py tests the last one
+        path for path in sorted(PROGRAMS)
+        if path.parent.name != "by_hand"
+        and path.stem not in ("shared", "_tools", "contestant", "dry_run")
+    ],
+    ids=lambda path: path.stem,
+)  # fmt: skip
 def test_benchmarks_explain_themselves(program, monkeypatch, capsys):
     """--help prints what a program measures, and a wrong word ends it before it begins."""
-    monkeypatch.setattr(sys, "path", [str(program.parent), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(program.parent), str(ROOT / "tools"), *sys.path])
     for words, code in ((["--help"], 0), (["-1"], 2), (["fast"], 2)):
         monkeypatch.setattr(sys, "argv", [str(program), *words])
         with pytest.raises(SystemExit) as ended:
@@ -426,7 +449,7 @@ def test_benchmarks_explain_themselves(program, monkeypatch, capsys):
 
 
 def test_the_estimate_of_meshes_is_as_good_as_its_page_says(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    add_to_path(monkeypatch)
     import meshes
 
     meshes.published_table()
@@ -435,7 +458,7 @@ def test_the_estimate_of_meshes_is_as_good_as_its_page_says(monkeypatch):
         kind = mesh.pp, mesh.interleaved
         off[kind] = max(off[kind], abs(mesh.tokens_per_second / measured - 1))
     bound, of_1f1b = re.search(
-        r"to (\d+) % without a pipeline, and (\d+) % too", TEXT["meshes.md"]
+        r"to (\d+) % without a pipeline, and (\d+) % too", " ".join(TEXT["scale.md"].split())
     ).groups()
     assert off[1, 1] < int(bound) / 100
     assert off[8, 1] == pytest.approx(int(of_1f1b) / 100, abs=0.01)
@@ -443,17 +466,17 @@ def test_the_estimate_of_meshes_is_as_good_as_its_page_says(monkeypatch):
 
 def test_generated_parts_are_current(monkeypatch):
     """`python bench/readme.py` would change nothing."""
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    add_to_path(monkeypatch)
     import readme
 
-    assert sorted(readme.PAGES) == sorted(PAGES)
-    for page in PAGES:
-        assert readme.renewed(TEXT[page.name]) == TEXT[page.name], page
+    assert sorted(readme.PAGES) == sorted([*PAGES, *RESULTS])
+    for page in readme.PAGES:
+        assert readme.renewed(page.read_text()) == page.read_text(), page
 
 
-def test_the_proofs_that_assistants_are_asked_for_exist():
-    text = TEXT["AGENTS.md"]
-    assert 40 <= len(text.splitlines()) <= 60
+def test_the_proofs_that_contributors_are_asked_for_exist():
+    text = TEXT["CONTRIBUTING.md"]
+    assert 40 <= len(text.splitlines()) <= 75
     [proof] = re.findall(r"<!-- proof -->\n```bash\n(.*?)```", text, re.DOTALL)
     named = re.findall(r"\S+\.py", proof)
     assert len(named) == 5 and all((ROOT / name).is_file() for name in named)
@@ -474,4 +497,10 @@ def test_help_lists_every_flag_quickly():
 
     for name in fsdp2_pretrain.Config.__dataclass_fields__:
         assert f"--{name}" in done.stdout
+    groups = dict(re.findall(r"(?m)^(\S.*):\n((?:  .*\n)+)", done.stdout))
+    own = "this script's own flags and defaults"
+    assert [*groups] == ["options", own, *running.SUBJECTS.values()]
+    flags = {title: re.findall(r"(?m)^  --(\w+)", text) for title, text in groups.items()}
+    assert "dp_replicate" in flags[own] and flags["checkpoints"][0] == "checkpoint_every"
+    assert {"batching", "seed"} < {*flags["data"]} and flags["the run"][0] == "run_dir"
     assert "(default: 4096)" in " ".join(done.stdout.split())  # the terminal's width breaks lines

@@ -1,8 +1,8 @@
-"""Run settings of bench/gpu.py and more, each guarded: python mfu.py SET
+"""Run settings of tools/gpu.py and more, each guarded: python mfu.py SET
 
-Sets: core (as bench/gpu.py has them), more, sizes, large. Prints a line per setting as soon as it
-is known, and writes gpu.json in $OUT, in the form of docs/gpu.json. Runs as the only rank, without
-torchrun.
+Sets: core (as tools/gpu.py has them), more, sizes, large. Prints a line per setting as soon as it
+is known, and writes gpu.json in $OUT, in the form of bench/results/gpu.json. Runs as the only rank,
+without torchrun.
 """
 
 import gc
@@ -15,7 +15,7 @@ from typing import Any
 import kit
 
 kit.alone()
-import gpu  # noqa: E402 (bench/gpu.py)
+import gpu  # noqa: E402 (tools/gpu.py)
 import torch  # noqa: E402
 
 SMALL = not gpu.CUDA
@@ -72,7 +72,7 @@ SECONDS = 45 if gpu.CUDA else 5
 
 
 def script_and_config(what: str, ranks: int) -> tuple[Any, Any]:
-    """As in bench/gpu.py, but a setting may have its own micro-batch, and pipelines need no 8."""
+    """As in tools/gpu.py, but a setting may have its own micro-batch, and pipelines need no 8."""
     strategy, flags = gpu.SETTINGS[what]
     script = gpu.importlib.import_module(f"{strategy}_pretrain")
     settings = gpu.BASE | flags

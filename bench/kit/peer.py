@@ -16,7 +16,7 @@ from typing import Any
 import kit
 
 kit.alone()
-import gpu  # noqa: E402 (bench/gpu.py)
+import gpu  # noqa: E402 (tools/gpu.py)
 import torch  # noqa: E402
 from kit import emit, guarded, synchronize  # noqa: E402
 from shared import Session, architecture  # noqa: E402

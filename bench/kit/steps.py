@@ -24,7 +24,7 @@ from typing import Any
 import kit
 
 kit.alone()
-import gpu  # noqa: E402 (bench/gpu.py)
+import gpu  # noqa: E402 (tools/gpu.py)
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from kit import emit, guarded  # noqa: E402

@@ -1,6 +1,6 @@
 """Print what becomes of rows of conversations, as fsdp2_sft.py and fsdp2_grpo.py read them.
 
-    python bench/rows.py FILE [--tokenizer DIR] [--rows 5]
+    python tools/rows.py [FILE] [--tokenizer DIR] [--rows 5]
 
 FILE is what --dataset accepts. Without it, the rows of the table of docs/data.md are shown. Where
 --tokenizer has a chat template, that is used, otherwise the collection's.

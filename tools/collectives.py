@@ -1,9 +1,9 @@
 """Which collectives a rank really issues in a step, their bytes, and between which ranks.
 
-    torchrun --standalone --nproc-per-node=2 bench/collectives.py SCRIPT [flags of SCRIPT]
+    torchrun --standalone --nproc-per-node=2 tools/collectives.py SCRIPT [flags of SCRIPT]
 
 Runs a few steps of a script on its own data, and prints the collectives of rank 0 in one of them.
-bench/dry_run.py watches its fake ranks in the same way.
+tools/dry_run.py watches its fake ranks in the same way.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ KINDS = {  # by their names in the dispatcher
 
 @dataclasses.dataclass
 class Collective:
-    """One call. `bytes` are those of the full tensor that is gathered, reduced or exchanged."""
+    """One call. `bytes` is the size of the full tensor that is gathered, reduced or exchanged."""
 
     kind: str
     group: str

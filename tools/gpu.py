@@ -1,12 +1,12 @@
 """Model FLOPs utilization (MFU), tokens per second and memory on GPUs, setting by setting.
 
-    torchrun --standalone --nproc-per-node=1 bench/gpu.py
+    torchrun --standalone --nproc-per-node=1 tools/gpu.py
 
 qwen2-0.5b's shape with the GPT-2 vocabulary, sequences of up to 2,048 random tokens, bf16. With two
 GPUs also PP with 8 micro-batches per step, TP, and CP beside FSDP2 with sequences of 16,384. Every
 setting builds the script's own model and optimizer and runs its own train step. Prints a line for
-each setting and writes docs/gpu.json. Without a GPU, a small model shows that this program works,
-but its numbers mean nothing.
+each setting and writes bench/results/gpu.json. Without a GPU, a small model shows that this program
+works, but its numbers mean nothing.
 """
 
 import gc
@@ -76,13 +76,13 @@ class RandomSequences:
 
 
 def group_size(flags: dict[str, Any]) -> int:
-    """Return how many ranks work on the same sequences."""
+    """Return how many ranks share a micro-batch."""
     groups = ("tensor_parallel", "context_parallel", "pipeline_parallel")
     return math.prod(flags.get(name, 1) for name in groups)
 
 
 def script_and_config(what: str, ranks: int) -> tuple[Any, Any]:
-    """Return those of a setting; a step is one micro-batch per data-parallel rank, in PP 8."""
+    """Return a setting's script and Config: one micro-batch per data-parallel rank, 8 with PP."""
     strategy, flags = SETTINGS[what]
     script = importlib.import_module(f"{strategy}_pretrain")
     micro_batches = 8 if strategy == "fsdp2_pp" else 1
@@ -158,7 +158,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(what, table[what], flush=True)
         if CUDA and dist.get_rank() == 0:
-            (ROOT / "docs/gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+            (ROOT / "bench/results/gpu.json").write_text(json.dumps(result, indent=1) + "\n")
     shared.leave()
 
 

@@ -1,6 +1,7 @@
-"""Shared by the programs here: command line, launches, a script's parts as its `main` makes them.
+"""Shared by the programs of tools/ and bench/: command line, launches, the parts of a script.
 
-Importing it puts the scripts on the path. It is not a program.
+The parts are as the script's `main` makes them. Importing this puts the scripts on the path. It is
+not a program.
 """
 
 import argparse
@@ -98,7 +99,7 @@ RATES = {"fsdp2_sft": (2e-3, 2e-5), "fsdp2_lora": (1e-2, 2e-4), "fsdp2_grpo": (5
 
 
 def call(function: Callable, **values: Any) -> Any:
-    """Call a script's function with those of the values that its parameters name."""
+    """Call a script's function with the values that its parameters name."""
     names = inspect.signature(function).parameters
     return function(**{name: values[name] for name in values if name in names})
 

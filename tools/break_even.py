@@ -1,9 +1,9 @@
 """From where on a strategy is bound by compute and not by the network, on H100s, by formula.
 
-    python bench/break_even.py           by formula
-    python bench/break_even.py counted   beside what the dry run counts
+    python tools/break_even.py           by formula
+    python tools/break_even.py counted   beside what the dry run counts
 
-These are the tables of docs/break_even.md, which derives the formulas. Rates are those of the data
+These are the tables of docs/scale.md, which derives the formulas. Rates are those of the data
 sheet: 989 TFLOP/s in bf16 (dense), 450 GB/s over NVLink in each direction, and 400 Gbit/s to
 another machine.
 
@@ -17,9 +17,8 @@ import tempfile
 from typing import Any
 
 import shared
-import strategies
 import torch
-from dry_run import Watch
+from dry_run import Watch, report
 
 FLOPS = 989e12
 LINKS = {"NVLink": 450e9, "between machines": 50e9}  # bytes per second that a rank sends
@@ -100,7 +99,7 @@ def shape_for(script: str, blocks: int) -> Any:
     return AutoConfig.for_model(vocab_size=32000, **shape)
 
 
-def report(strategy: str, part: str, blocks: int = 2) -> tuple[float, int]:
+def observed(strategy: str, part: str, blocks: int = 2) -> tuple[float, int]:
     """Return the bytes that the strategy sends in a dry run, and the FLOPs of a part of it.
 
     `blocks` is for EP only.
@@ -109,7 +108,7 @@ def report(strategy: str, part: str, blocks: int = 2) -> tuple[float, int]:
     flags: dict[str, Any] = {"max_length": LENGTH, "micro_batch_tokens": TOKENS} | own
     with tempfile.TemporaryDirectory() as folder:
         shape_for(script, blocks).save_pretrained(folder)
-        seen = strategies.report(script, folder, 32000, RANKS, PartWatch(part), **flags)
+        seen = report(script, folder, 32000, RANKS, PartWatch(part), **flags)
     calls = seen.calls
     if script == "fsdp2_tp":  # FSDP's own collectives are in the line of FSDP2
         calls = [call for call in calls if call.ranks == own["tensor_parallel"]]
@@ -124,7 +123,7 @@ def counted(strategy: str) -> float:
     """Return the break-even point by the bytes and FLOPs of a dry run."""
     # The compute that each formula on the page compares with.
     part = {"DDP": "backward", "PP": "forward", "EP": "experts"}.get(strategy, "step")
-    sent, flops = report(strategy, part)
+    sent, flops = observed(strategy, part)
     if strategy == "PP":
         sent /= 2  # a middle stage sends as much in backward
     return COUNTED[strategy][-1] * (sent / LINKS["NVLink"]) / (flops / FLOPS)
@@ -144,7 +143,7 @@ def block_with_experts() -> str:
     flops = {}
     for part in ("experts", "rest"):
         # One more block: embedding and head are in both.
-        (less, before), (more, after) = report("EP", part), report("EP", part, blocks=3)
+        (less, before), (more, after) = observed("EP", part), observed("EP", part, blocks=3)
         flops[part] = after - before
     inside, between = ((more - less) / link * 1e3 for link in LINKS.values())
     parts = [f"{part} {number / TOKENS / 1e6:.0f}" for part, number in flops.items()]

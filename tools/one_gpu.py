@@ -1,7 +1,7 @@
 """Where the memory of one GPU goes, by the dry run: one row for each setting.
 
-    python bench/one_gpu.py
-    python bench/one_gpu.py seconds
+    python tools/one_gpu.py
+    python tools/one_gpu.py seconds
 
 Qwen2-0.5B's shape with the GPT-2 vocabulary under DDP on one rank, which is the plain case, in
 bf16. A step has 16,384 tokens in sequences of 2,048. It is the table of docs/one_gpu.md.
@@ -15,9 +15,8 @@ import time
 from typing import Any
 
 import shared
-import strategies
 import torch
-from dry_run import GIB
+from dry_run import GIB, report
 
 import ddp_pretrain
 import model
@@ -40,7 +39,7 @@ SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
 def row(setting: str) -> str:
     flags, model.CHUNK_TOKENS = SETTINGS[setting]
     flags = {"micro_batch_tokens": STEP, "global_batch_tokens": STEP} | flags
-    seen = strategies.report("ddp", "qwen2-0.5b", VOCABULARY, 1, **flags)
+    seen = report("ddp", "qwen2-0.5b", VOCABULARY, 1, **flags)
     state = ("parameters", "gradients", "optimizer state")
     peak = dict(seen.peak)
     cells = [sum(peak.pop(kind, 0) for kind in state), peak.pop("activations", 0)]

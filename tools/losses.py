@@ -1,6 +1,6 @@
 """Print the losses of two runs side by side, step by step.
 
-    python bench/losses.py RUN_DIR OTHER_RUN_DIR [grad_norm]
+    python tools/losses.py RUN_DIR OTHER_RUN_DIR [grad_norm]
 
 Both must have a metrics.jsonl. Steps that only one of them has are left out. With `grad_norm`, or
 another name of metrics.jsonl, it prints that instead of the losses.

@@ -1,6 +1,6 @@
 """What a script would need on N GPUs, computed on this CPU: memory per rank and communication.
 
-    python bench/dry_run.py SCRIPT --ranks N [--rank 0] [--ranks_per_node 8] [--vocabulary V]
+    python tools/dry_run.py SCRIPT --ranks N [--rank 0] [--ranks_per_node 8] [--vocabulary V]
         [--memory_gib 24] [--link_gbps 400 --tflops 400] [flags of SCRIPT]
 
 Builds the script's own model, strategy and optimizer, and runs its own train step, as one rank of N
@@ -560,13 +560,13 @@ def closed_form(
 ) -> tuple[float, str]:
     """Return the bytes that a rank sends in a step by the textbook, and the formula.
 
-    P: bytes of the parameters as they are gathered, G: of the gradients as they are reduced, N:
+    P: bytes of the parameters that are gathered, G: of the gradients that are reduced, N:
     ranks, k: micro-batches per step, S: ranks that shard, R: replicas (N = S R). With EP, X and Y
     are P and G of a rank's `experts`, 1/E of all, which are not in `numbers`. `sent_inside` adds
     what TP, CP, EP and PP send.
     """
     gathered, gradients = size_of_compute(config) * numbers, 4 * numbers
-    ranks = report.ranks // getattr(config, "tensor_parallel", 1)  # with the same part of the model
+    ranks = report.ranks // getattr(config, "tensor_parallel", 1)  # with equal parts of the model
     ranks //= getattr(config, "pipeline_parallel", 1)
     micro_batches = report.micro_batches
     if script.__name__ == "ddp_pretrain":
@@ -694,7 +694,7 @@ def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
 def form_with_adapters(report: Report, config: Any) -> tuple[float, str, dict[str, float]]:
     """Return what `closed_form_of` does, if only adapters are trained.
 
-    P: bytes of base and adapters as they are gathered, H: those of embedding, last norm and head,
+    P: bytes of base and adapters that are gathered, H: of embedding, last norm and head,
     which are gathered only once per micro-batch, a: parameters of the adapters.
     """
     shards, compute = shards_of(report, config), size_of_compute(config)
@@ -752,7 +752,7 @@ def closed_form_of(report: Report, script: Any, config: Any) -> tuple[float, str
     expected, formula = closed_form(report, script, config, numbers, experts)
     if script.__name__ != "ddp_pretrain" and shards > 1:
         padding = closed_form(report, script, config, held, held_experts)[0] - expected
-        # FSDP2 shards rows. Those of matrices are already split over the TP group.
+        # FSDP2 shards rows. The rows of matrices are already split over the TP group.
         root = [
             [shape[0] // tensor_parallel if len(shape) > 1 else shape[0], shape[1:].numel()]
             for shape in report.root
@@ -960,6 +960,24 @@ def checked_config(script: Any) -> Any:
         return parse_config(script.Config)
     finally:
         setattr(owner, name, plain)
+
+
+def report(
+    strategy: str,
+    model: str,
+    vocabulary: int,
+    ranks: int,
+    watch: Any = None,
+    rank: int = 0,
+    **own: Any,
+) -> Report:
+    """Dry-run a step of one micro-batch per rank: 2 sequences of 2,048 tokens, bf16."""
+    be_rank(rank, ranks, 8)
+    script = importlib.import_module(f"{strategy}_pretrain")
+    flags = {"max_length": 2048, "micro_batch_tokens": 4096, "precision": "bf16", **own}
+    dp_size = ranks // own.get("tensor_parallel", own.get("context_parallel", 1))
+    flags.setdefault("global_batch_tokens", flags["micro_batch_tokens"] * dp_size)
+    return dry_run(script, script.Config(model=model, **flags), vocabulary, watch)
 
 
 def main() -> None:
