@@ -128,7 +128,7 @@ def teach(runs: Runs, rows: list[dict[str, str]]) -> float:
             dataset=str(runs.folder / "conversations.jsonl"), model=directory, tokenizer=directory,
             max_length=LENGTH, answer_length=ANSWER,
         )  # fmt: skip
-        tokenizer, form, _ = conversations.chat_tokenizer(config, "known tokens")
+        tokenizer, turn_end, _ = conversations.chat_tokenizer(config, "known tokens")
         documents = common.load_documents(
             config, conversations.COLUMNS, script.tokenize_prompt, tokenizer
         )
@@ -144,11 +144,11 @@ def teach(runs: Runs, rows: list[dict[str, str]]) -> float:
             for i in some.tolist():
                 tokens, in_reference = training.read(i)
                 prompts.append(tokens[~in_reference])
-            draws, ends = rng.random((len(some), ANSWER)), [form.turn_end]
+            draws, ends = rng.random((len(some), ANSWER)), [turn_end]
             with torch.no_grad():
                 made = script.sample(model, prompts, draws, ends, torch.device("cpu"))
             for i, (tokens, _) in zip(some.tolist(), made):
-                if tokens[-1] == form.turn_end:
+                if tokens[-1] == turn_end:
                     row = rows[training.index.document[i]]
                     kept.append(row | {"completion": tokenizer.decode(tokens[:-1])})
         write(path, kept)
