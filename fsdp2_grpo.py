@@ -937,7 +937,7 @@ def main() -> partial | None:
         # The others have caches or positions with which `sample` would be wrong.
         common.refuse(f"--model {config.model}: type {model_config.model_type} cannot sample here")
     if config.steps == 0:
-        return common.say("the data is prepared; python bench/rows.py FILE shows what is in the loss")
+        return common.say("the data is prepared; python bench/rows.py FILE shows what is trained")
 
     device = init_process_group(config)
     model = build_policy(model_config, config, generation)
