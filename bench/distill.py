@@ -189,7 +189,7 @@ def draw(start: float, seen: dict[str, list[dict[str, float]]]) -> None:
 
 def main() -> None:
     reader = shared.parser(__doc__)
-    reader.add_argument("folder", nargs="?", type=Path)
+    reader.add_argument("--folder", type=Path, help="keep the runs here")
     given = reader.parse_args()
     os.environ.setdefault("RANK", "0")
     torch.set_num_threads(1)
