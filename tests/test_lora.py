@@ -189,7 +189,7 @@ def test_peft_in_one_process_trains_alike(trained, bases, conversations, case):
         optimizer.zero_grad()
     assert distance(seen, {"losses": losses}) < 1e-6 * losses[0]
     assert seen["norms"] == pytest.approx(norms, rel=1e-4)
-    assert losses[-1] < losses[0] - 0.1
+    assert losses[-1] < losses[0] - 0.05
     for name, parameter in weights.items():
         assert (seen["after"][ours[name]] - parameter).abs().max() < 1e-5, name
 
