@@ -197,11 +197,11 @@ MISTAKES = [
         "fsdp2_cp_pretrain.py",
         [
             (
-                "        micro_batch = local_micro_batch(micro_batch, config, device)\n"
+                "        micro_batch = local_micro_batch(micro_batch, run.config, run.device)\n"
                 "        total[0] += model(**micro_batch)\n"
                 '        total[1] += (micro_batch["labels"] != common.IGNORED).sum()\n',
                 '        total[1] += (micro_batch["labels"] >= 0).sum()\n'
-                "        micro_batch = local_micro_batch(micro_batch, config, device)\n"
+                "        micro_batch = local_micro_batch(micro_batch, run.config, run.device)\n"
                 "        total[0] += model(**micro_batch)\n",
             )
         ],

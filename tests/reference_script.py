@@ -73,7 +73,6 @@ def main() -> None:
     common.train_validation_split = train_validation_split
     common.Batches.plan = lambda self, epoch: self.sequences.plan
     # Of fine-tuning. The model has all tokens, and the sequences their targets.
-    answers = conversations.AnswerFormat(header="", turn_end=None)
-    conversations.chat_tokenizer = lambda *_: (load_tokenizer(_), answers, 96)
+    conversations.chat_tokenizer = lambda *_: (load_tokenizer(_), None, 96)
     conversations.truncate = lambda documents, _: documents
     copied.main()

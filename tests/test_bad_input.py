@@ -53,7 +53,6 @@ PROMPTS = {"global_batch_tokens": None, "eval_tokens": None}
 # Flags beside the good ones, and what the error must contain. Optional: script, and ranks.
 FLAGS = [
     ({"learning_rat": 1}, "unrecognized arguments: --learning_rat"),
-    ({"dataset": ["a.jsonl", "b.jsonl"]}, "unrecognized arguments: b.jsonl"),
     ({"steps": "many"}, "--steps: invalid int value: 'many'"),
     ({"batching": "sorted"}, "--batching: invalid choice: 'sorted'"),
     ({"sharding_strategy": "some"}, "--sharding_.*: invalid choice: 'some'", "fsdp1_pretrain"),

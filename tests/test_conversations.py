@@ -671,6 +671,7 @@ def test_an_answer_ends_with_any_of_the_end_tokens(monkeypatch, base):
     made, turn_end, _ = chat_tokenizer(flags_of(base), "known tokens")
     ends = [256, 300, turn_end]
     run = SimpleNamespace(tokenizer=made, model_config=SimpleNamespace(eos_token_id=ends))
+    run.config = SimpleNamespace(rewarded=True)
     monkeypatch.setattr(fsdp2_grpo, "reward", lambda prompt, answer, reference: 1 + len(answer))
     one = np.array([65], np.uint32)
     for last, reward in *((end, 2.0) for end in ends), (66, 0.0):

@@ -523,7 +523,8 @@ def test_the_gap_between_sampling_and_training_is_of_roundings(seen):
 def test_nothing_is_communicated_while_ranks_sample(seen, mode):
     """Each FSDP unit is all-gathered once before, and all are in shards again after it."""
     of_ranks = seen[mode]["sampling"]
-    assert len(of_ranks) == 2 and all(len(sampled) == 3 for sampled in of_ranks)
+    calls = 4 if mode == "one at a time" else 3  # two for three prompts of the validation
+    assert len(of_ranks) == 2 and all(len(sampled) == calls for sampled in of_ranks)
     units = 4  # the root, the embedding, two blocks
     for sampled in [each for of_rank in of_ranks for each in of_rank]:
         assert sampled["kinds"] == ([] if mode == "replicas" else ["all-gather"])
@@ -553,12 +554,12 @@ EXACT = ["packed", "kept", "replicas", "offload", "recomputed", "reduced once", 
 
 
 def check_same(got: dict, expected: dict) -> None:
-    """Answers, rewards, losses and norms."""
-    for one, other in zip(got["answers"], expected["answers"], strict=True):
-        for group, as_group in zip(one, other, strict=True):
-            for answer, as_answer in zip(group, as_group, strict=True):
-                assert answer[:2] == as_answer[:2] and answer[3] == as_answer[3]
-                assert answer[2] == pytest.approx(as_answer[2], abs=2e-5)
+    """Answers, rewards, losses and norms. A validation may sample its prompts in several calls."""
+    groups, as_groups = (sum(seen["answers"], []) for seen in (got, expected))
+    for group, as_group in zip(groups, as_groups, strict=True):
+        for answer, as_answer in zip(group, as_group, strict=True):
+            assert answer[:2] == as_answer[:2] and answer[3] == as_answer[3]
+            assert answer[2] == pytest.approx(as_answer[2], abs=2e-5)
     for one, other in zip(got["steps"], expected["steps"], strict=True):
         assert one["measured"]["loss"] == pytest.approx(other["measured"]["loss"], abs=1e-5)
     for one, other in zip(got["measured"], expected["measured"], strict=True):
@@ -908,9 +909,9 @@ def check_resumed(stopped, resumed, run_dir: Path, finished: Path, step: int) ->
     """Check that a run which stopped after `step` and was resumed has the bits of `finished`."""
     assert (stopped.returncode, stopped.stderr) == (0, "")
     last = stopped.stdout.splitlines()[-1]
-    assert last.startswith(f"stopped after step {step}, saved in"), stopped.stdout
+    assert last.startswith(f"stopped after step {step}, "), stopped.stdout
     assert (resumed.returncode, resumed.stderr) == (0, "")
-    assert "resuming from" in resumed.stdout
+    assert ("resuming from" in resumed.stdout) == (step > 0)
     assert lines(run_dir) == lines(finished)
     weights = [run / "hf/model.safetensors" for run in (run_dir, finished)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
@@ -918,13 +919,13 @@ def check_resumed(stopped, resumed, run_dir: Path, finished: Path, step: int) ->
 
 @pytest.mark.parametrize(
     "rank, number, step",
-    [(0, 1, 1), (1, 6, 3)],
-    ids=["first validation", "step 3"],
+    [(0, 1, 0), (1, 6, 2), (1, 7, 3)],
+    ids=["first validation", "later validation", "step 3"],
 )
 def test_a_signal_while_ranks_sample_loses_nothing(
     reinforce, finished, tmp_path, rank, number, step
 ):
-    """The run stops after that step. The resumed one has the same reference model."""
+    """A validation is cut off, a step is finished. The resumed run has the same reference model."""
     fault = {"call": "common.Sequences.read", "do": "terminate", "rank": rank, "number": number}
     check_resumed(reinforce(faults=[fault]), reinforce(), tmp_path / "run", finished, step)
     distances = [line["reference_kl"] for line in lines(finished) if "loss" in line]
@@ -947,7 +948,7 @@ def test_answers_are_judged_again_after_a_signal(reinforce, finished, tmp_path, 
     """Rewards that a signal made wrong are neither trained on nor logged as a validation."""
     stopped, resumed = (reinforce(INTERRUPTED.replace("{call}", str(call))) for _ in range(2))
     step = int(re.search("stopped after step ([0-9]+)", stopped.stdout)[1])
-    assert (step == 1) == (call == 1)  # the first call is in the first validation
+    assert (step == 0) == (call == 1)  # the first call is in the first validation
     check_resumed(stopped, resumed, tmp_path / "run", finished, step)
 
 

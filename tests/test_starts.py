@@ -162,7 +162,7 @@ def test_a_run_directory_keeps_the_code_as_it_ran(complete):
     facts = json.loads((complete[0] / "config.json").read_text())
     given = fsdp2_pretrain.Config.__dataclass_fields__.keys()
     assert facts.keys() - given == {
-        *("model_hash", "tokenizer_hash", "data_hash"),
+        *("model_hash", "tokenizer_hash", "data_hash", "weights_hash"),
         *("parameters", "world_size", "torch", "transformers"),
     }
     assert facts["learning_rate"] == 0.003  # which no flag has set

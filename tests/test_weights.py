@@ -180,6 +180,7 @@ def test_weights_are_known_by_their_files(tmp_path, monkeypatch):
     """Of large ones, the first and the last MiB. The file is sparse."""
     monkeypatch.setattr(common, "gather", lambda value: ["of another node", value])
     monkeypatch.setattr(common.dist, "get_rank", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "0")
     known = partial(common.weights_fingerprint, str(tmp_path))
     (tmp_path / "a.safetensors").write_bytes(bytes(3 * 2**20))
     (tmp_path / "config.json").write_text("{}")
