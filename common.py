@@ -867,24 +867,20 @@ def fetch_weights(name: str, flag: str = "--init_from") -> str:
 
 
 def weights_fingerprint(directory: str) -> str:
-    """Return a hash of a directory's safetensors files, to refuse other files later. A collective.
+    """Return a hash of a directory's safetensors files, to refuse other files later.
 
-    The first rank of each node reads names, sizes, and the first and last MiB of each file, or all
-    of the files if they are below 1 GiB together. To read a large model would take minutes. Nodes
-    with other files get another hash, so compare it over the ranks.
+    Of each file it reads the name, the size, and the first and last MiB, or all if the files are
+    below 1 GiB together. To read a large model would take minutes.
     """
-    own = None
-    if os.environ["LOCAL_RANK"] == "0":
-        own = []
-        with refusing(f"cannot read {directory}"):
-            paths = sorted(Path(directory).glob("*.safetensors"))
-            small = sum(path.stat().st_size for path in paths) < 2**30
-            for path in paths:
-                content = np.memmap(path, mode="r")
-                part = content if small else np.append(content[: 2**20], content[-(2**20) :])
-                own += [path.name, len(content), xxhash.xxh3_128_hexdigest(part)]
-    first_of_node = dist.get_rank() - int(os.environ["LOCAL_RANK"])
-    return fingerprint(gather(own)[first_of_node])
+    read = []
+    with refusing(f"cannot read {directory}"):
+        paths = sorted(Path(directory).glob("*.safetensors"))
+        small = sum(path.stat().st_size for path in paths) < 2**30
+        for path in paths:
+            content = np.memmap(path, mode="r")
+            part = content if small else np.append(content[: 2**20], content[-(2**20) :])
+            read += [path.name, len(content), xxhash.xxh3_128_hexdigest(part)]
+    return fingerprint(read)
 
 
 def load_weights(model: nn.Module, directory: str, skip: tuple = ()) -> None:
@@ -932,16 +928,17 @@ PLAN = """max_length pad_to_multiple_of batching micro_batch_tokens global_batch
     init_from weights_hash model_hash tokenizer_hash data_hash""".split()
 
 
+@dataclasses.dataclass
 class ApplicationState(Stateful):
-    """Model and optimizer as one object, whose two methods `dcp.save` and `dcp.load` call.
+    """Model and optimizer as one object, whose two methods `dcp.save` and `dcp.load` can call.
 
     Tensors have the model's own parameter names and full shapes, whatever the strategy, so any
     script can load them at any world size. Learning rate and weight decay are not saved; a resumed
     run uses its own flags.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self.model, self.optimizer = model, optimizer
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
 
     def state_dict(self) -> dict:
         # NOTE: before its first step an optimizer has no state, so a load would have nothing to
@@ -962,8 +959,6 @@ class ApplicationState(Stateful):
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load model and optimizer from a checkpoint of either style; each rank reads what it holds."""
     application = ApplicationState(model, optimizer)
-    if read_description(checkpoint)["checkpoint_style"] == "stateful":
-        return read_checkpoint(checkpoint, {"app": application})
     state_dict = application.state_dict()
     read_checkpoint(checkpoint, state_dict)
     application.load_state_dict(state_dict)
@@ -978,7 +973,7 @@ def read_description(checkpoint: Path) -> dict:
 def read_checkpoint(checkpoint: Path, state_dict: dict) -> None:
     """Fill the tensors of a state dict from a checkpoint of either style."""
     before = read_description(checkpoint)
-    if before["checkpoint_style"] == "stateful" and "app" not in state_dict:
+    if before["checkpoint_style"] == "stateful":
         state_dict = {"app": state_dict}
     optimizer = before.get("optimizer", "an unknown optimizer")
     with refusing(
@@ -1018,6 +1013,7 @@ def remove(directory: Path) -> None:
         directory.rename(directory.with_name(f".{directory.name}.{time.time_ns()}"))
 
 
+@dataclasses.dataclass
 class Checkpoints:
     """The newest checkpoints in a directory, each complete or absent.
 
@@ -1032,17 +1028,14 @@ class Checkpoints:
         device: of the model.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        run_dir: Path,
-        facts: dict,
-        save_files: Callable[[Path], None],
-        device: torch.device,
-    ):
-        self.config, self.run_dir, self.facts = config, run_dir, facts
-        self.save_files, self.device = save_files, device
-        self.directory = run_dir / "checkpoints"
+    config: Any
+    run_dir: Path
+    facts: dict
+    save_files: Callable[[Path], None]
+    device: torch.device
+
+    def __post_init__(self):
+        self.directory = self.run_dir / "checkpoints"
         self.newest = self.pending = None
         # A write runs in its own thread, with its own group: training continues meanwhile, and its
         # collectives must not mix with the write's.
@@ -1050,7 +1043,7 @@ class Checkpoints:
         self.thread = ThreadPoolExecutor(1)
         # Copies a state dict to CPU memory. NOTE: with a GPU that is the same, pinned memory each
         # time, so a copy is valid until the next one.
-        self.stager = dcp.staging.BlockingAsyncStager(device.type == "cuda")
+        self.stager = dcp.staging.BlockingAsyncStager(self.device.type == "cuda")
 
     def complete(self) -> list[Path]:
         """Return the complete checkpoints, newest first (eight digits sort as numbers)."""
@@ -1069,9 +1062,7 @@ class Checkpoints:
             Refusal: the facts differ, or run_dir is neither new, empty, nor this run's own.
         """
         with refusing(f"--run_dir {self.run_dir} cannot be read"):
-            complete = [self.complete()]
-        dist.broadcast_object_list(complete)  # a node could see another list
-        [own] = complete
+            own = gather(self.complete())[0]  # a node could see another list
         if resume == "auto":
             self.newest = own[0] if own else None
         elif resume != "never":
