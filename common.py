@@ -274,7 +274,14 @@ def encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
 
 # --- Corpus: anything that `datasets` reads -------------------------------------------------------
 
-READERS = {".parquet": "parquet", ".jsonl": "text", ".json": "json", ".txt": "text"}
+# Suffix -> reader of `datasets`, and its settings.
+READERS = {
+    ".parquet": ("parquet", {"batch_size": 1000}),  # or a file without rows fails
+    ".jsonl": ("text", {}),
+    # Or texts would be written as JSON where a column has values of other types.
+    ".json": ("json", {"on_mixed_types": None}),
+    ".txt": ("text", {}),
+}
 JSON = "a line of JSON"  # column of .jsonl files; `tokenize` parses it
 # The first progress bar, even a disabled one, creates a lock, by default with a named semaphore. If
 # the process then ends by `os._exit`, as after an error, Python 3.14 prints two lines about it.
@@ -353,25 +360,24 @@ def open_dataset(config: Any, columns: list, corpora: dict) -> datasets.Dataset:
             return datasets.load_dataset(
                 name, config.dataset_config, split=split, revision=config.dataset_revision
             )
+        reader, settings = READERS[suffix]
+        local = [file for file in files if os.path.exists(file)]
         groups = [files]
         if suffix == ".parquet":
             # datasets would cast values to the types of the first file (007 would be 7). So if
             # columns differ, read each file alone, and those without rows not at all.
-            shards = {file: parquet.read_metadata(file) for file in files if os.path.exists(file)}
-            if len({(str(shard.schema), shard.num_rows > 0) for shard in shards.values()}) > 1:
-                groups = [[file] for file in files if shards[file].num_rows]
+            if len({*map(parquet.read_schema, local)}) > 1:
+                groups = [[file] for file in files if parquet.read_metadata(file).num_rows]
         parts = []
         for files in groups:
-            local = [file for file in files if os.path.exists(file)]
             part = datasets.load_dataset(
-                READERS[suffix],
+                reader,
                 # Part of the cache key, which has names and times of files.
-                fingerprint(sum(map(os.path.getsize, local))),
+                fingerprint(*map(os.path.getsize, local)),
                 data_files=[glob.escape(file) if file in local else file for file in files],
                 split=split,
                 download_config=datasets.DownloadConfig(),  # downloads a changed file again
-                # Or datasets would write texts as JSON where a column has values of other types.
-                **({"on_mixed_types": None} if suffix == ".json" else {}),
+                **settings,
             )
             read = [name for name in columns if name in part.column_names]
             parts.append(part.select_columns(read) if len(groups) > 1 else part)
@@ -423,7 +429,8 @@ def tokenize(
         group = left_out = note = ""
         num_bytes = 0
         try:
-            row = parse_row(dict(zip(batch, values)), columns)
+            row = parse_row(dict(zip(batch, values)))
+            row = {name: row[name] for name in columns if name in row}
             tokens, in_loss, group, num_bytes, *notes = function(row, tokenizer)
             note = "".join(notes)
         except LeftOut as reason:
@@ -445,14 +452,13 @@ def tokenize(
     return pyarrow.Table.from_pylist(documents)
 
 
-def parse_row(row: dict, columns: list) -> dict:
-    """Return the columns of a row that are there. A line of JSON has its own types."""
+def parse_row(row: dict) -> dict:
+    """Return a row. A line of JSON has its own types."""
     # A reader that parses full columns would guess one type for all rows.
-    if JSON in row:
-        row = parse_json(row[JSON].removeprefix("\ufeff"))  # a byte order mark
-    else:
-        row = {name: drop_nulls(row[name]) for name in row}
-    return {name: row[name] for name in columns if isinstance(row, dict) and name in row}
+    if JSON not in row:
+        return {name: drop_nulls(row[name]) for name in row}
+    row = parse_json(row[JSON].removeprefix("\ufeff"))  # a byte order mark
+    return row if isinstance(row, dict) else {}
 
 
 def drop_nulls(value: Any) -> Any:
@@ -511,12 +517,12 @@ def load_documents(
     corpus = open_dataset(config, columns, corpora)
     present = [column for column in [JSON, *columns] if column in corpus.column_names]
     if not present:
-        names = " or ".join(columns[:4])
-        refuse(f"--dataset {config.dataset} has no column {names}: {corpus.column_names}")
-    found_columns = corpus.column_names
+        wanted = " or ".join(columns[:4])
+        refuse(f"--dataset {config.dataset} has no column {wanted}: {corpus.column_names}")
+    names = corpus.column_names
     if JSON in present:
-        with contextlib.suppress(LeftOut, IndexError, TypeError, ValueError):
-            found_columns = dict(parse_json(corpus[0][JSON]))
+        with contextlib.suppress(LeftOut):
+            names = parse_row(corpus[0])
     corpus = corpus.select_columns(present)
     key = cache_key(corpus, columns, function, tokenizer)
     # macOS cannot tell which CPUs a process may use.
@@ -541,13 +547,12 @@ def load_documents(
             new_fingerprint=key,
             num_proc=min(num_cpus, len(corpus) // 1000),
         )
-    count_left_out(config, documents, found_columns)
+    count_left_out(config, documents, names)
     return documents
 
 
 def count_left_out(config: Any, documents: datasets.Dataset, columns: Iterable) -> None:
     """Print how many documents are left out, and why; refuse a dataset of which none is left."""
-    reasons = {}
     for column, what in ("note", "trained in part"), ("left_out", "left out"):
         counts = documents.data[column].value_counts().to_pylist()
         reasons = {each["values"]: each["counts"] for each in counts}
@@ -1004,13 +1009,13 @@ def sync_to_disk(path: Path) -> bool:
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory, or its name: NFS keeps files that somebody has open, and where they are.
+    """Remove a directory. First it gets another name, so that no half of it is left under its own.
 
-    A failure does not end the run.
+    NFS keeps files that somebody has open, and where they are. A failure does not end the run.
     """
-    shutil.rmtree(directory, ignore_errors=True)
     with contextlib.suppress(OSError):  # usually it is gone
-        directory.rename(directory.with_name(f".{directory.name}.{time.time_ns()}"))
+        renamed = directory.rename(directory.with_suffix(f".{time.time_ns()}.tmp"))
+        shutil.rmtree(renamed, ignore_errors=True)
 
 
 @dataclasses.dataclass
@@ -1132,7 +1137,7 @@ class Checkpoints:
                 torch.cuda.set_device(self.device)  # a new thread would use GPU 0
             if rank == 0:
                 for leftover in self.directory.glob("step_*.tmp"):
-                    shutil.rmtree(leftover, ignore_errors=True)  # of a run that died while writing
+                    remove(leftover)  # of a run that died while writing
                 self.save_files(temporary / "hf")
                 write_json(temporary / "checkpoint.json", self.facts | progress)
             dist.barrier(self.group)
@@ -1152,10 +1157,7 @@ class Checkpoints:
                 temporary.rename(final)
                 sync_to_disk(self.directory)
                 for old in self.complete()[self.config.keep_checkpoints :]:
-                    # Rename first, so that no half of it is left under its name. What cannot be
-                    # removed stays.
-                    with contextlib.suppress(OSError):
-                        shutil.rmtree(old.rename(old.with_suffix(".tmp")), ignore_errors=True)
+                    remove(old)
         self.newest = final
 
 
