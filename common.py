@@ -32,7 +32,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NoReturn
@@ -85,13 +85,15 @@ def refuse(message: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def refusing(what: str, *kinds: type[BaseException]) -> Iterator[None]:
+def refusing(
+    what: str,
+    kinds: tuple = (Exception, dcp.CheckpointException),  # DCP's is not an Exception
+) -> Iterator[None]:
     """End with one line, as `refuse`, if a library call in here fails, quoting its reason.
 
     Leave code out of it that somebody may edit, because bugs need their traceback. Or name the
     `kinds` of errors that do not come from bugs.
     """
-    kinds = kinds or (Exception, dcp.CheckpointException)  # DCP's is not an Exception
     try:
         yield
     except Refusal:
@@ -290,10 +292,10 @@ tqdm.tqdm.set_lock(threading.RLock())
 
 def standard_library_files() -> list[str]:
     """Return the source files of Python's standard library, without tests and tables."""
-    skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "ensurepip"}
+    skipped = "site-packages test tests idlelib lib2to3 encodings ensurepip".split()
     files = []
     for folder, subfolders, _ in os.walk(Path(ast.__file__).parent):
-        subfolders[:] = set(subfolders) - skipped  # `walk` does not enter the others
+        subfolders[:] = set(subfolders).difference(skipped)  # `walk` does not enter the others
         files += glob.glob(f"{folder}/*.py")
     return sorted(files)
 
@@ -353,8 +355,8 @@ def open_dataset(config: Any, columns: list, corpora: dict) -> datasets.Dataset:
         f"--dataset (hub id, .parquet, .jsonl, .json, .txt or FOLDER/*.txt) {name} cannot be read"
     ):
         files = [file for pattern in names for file in find_files(pattern)]
-        suffix = suffix_of(files[0])
-        if len({*map(suffix_of, files)}) > 1 or len(names) > 1 and not suffix:
+        suffix, *others = {*map(suffix_of, files)}
+        if others:
             raise ValueError("files of one kind can be read together")
         if not suffix:
             return datasets.load_dataset(
@@ -397,7 +399,7 @@ def tokenize_text(row: dict, tokenizer: Tokenizer) -> tuple:
         group: documents with equal groups go to the same side of the split. Here those are equal
             texts; in fine-tuning, all answers to one prompt.
         num_bytes: of the text, for bits per byte; 0 for conversations.
-        note (not here): why only a part of a document is trained on, or "".
+        note (not here): that only a part of a document is trained on, and why, or "".
 
     Raises:
         LeftOut: why the document is left out.
@@ -426,7 +428,7 @@ def tokenize(
     documents = []
     for values in zip(*batch.values()):  # fails for text that is not UTF-8
         tokens = in_loss = []
-        group = left_out = note = ""
+        group = note = ""
         num_bytes = 0
         try:
             row = parse_row(dict(zip(batch, values)))
@@ -434,9 +436,9 @@ def tokenize(
             tokens, in_loss, group, num_bytes, *notes = function(row, tokenizer)
             note = "".join(notes)
         except LeftOut as reason:
-            left_out = str(reason)
+            note = f"left out, because they {reason}"
         except UnicodeEncodeError:
-            left_out = "hold half a surrogate pair, which is no character"
+            note = "left out, because they hold half a surrogate pair, which is no character"
         documents.append(
             {
                 "tokens": np.asarray(tokens, dtype),
@@ -445,7 +447,6 @@ def tokenize(
                 "num_targets": np.count_nonzero(in_loss[1:]),
                 "num_bytes": num_bytes,
                 "group": int(fingerprint(group)[:7], 16),  # 28 bits
-                "left_out": left_out,
                 "note": note,
             }
         )
@@ -456,7 +457,7 @@ def parse_row(row: dict) -> dict:
     """Return a row. A line of JSON has its own types."""
     # A reader that parses full columns would guess one type for all rows.
     if JSON not in row:
-        return {name: drop_nulls(row[name]) for name in row}
+        return drop_nulls(row)
     row = parse_json(row[JSON].removeprefix("\ufeff"))  # a byte order mark
     return row if isinstance(row, dict) else {}
 
@@ -474,27 +475,6 @@ def parse_json(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         raise LeftOut("are broken JSON") from None
-
-
-def cache_key(
-    corpus: datasets.Dataset,
-    columns: list,
-    function: Callable,
-    tokenizer: Tokenizer,
-) -> str:
-    """Return a hash of all that the tokens of a corpus depend on.
-
-    NOTE: without a key of our own, datasets would hash the function. One that it cannot hash gets a
-    new key each time, so every rank and every run would tokenize again.
-    """
-    return fingerprint(
-        corpus._fingerprint,
-        columns,
-        sources_of(function),
-        tokenizer.special_tokens_map,
-        tokenizer.chat_template,
-        tokenizer.backend_tokenizer.to_str(),
-    )
 
 
 def load_documents(
@@ -519,12 +499,16 @@ def load_documents(
     if not present:
         wanted = " or ".join(columns[:4])
         refuse(f"--dataset {config.dataset} has no column {wanted}: {corpus.column_names}")
-    names = corpus.column_names
-    if JSON in present:
-        with contextlib.suppress(LeftOut):
-            names = parse_row(corpus[0])
-    corpus = corpus.select_columns(present)
-    key = cache_key(corpus, columns, function, tokenizer)
+    # NOTE: without a key of our own, datasets would hash the function. One that it cannot hash gets
+    # a new key each time, so every rank and every run would tokenize again.
+    key = fingerprint(
+        corpus._fingerprint,
+        columns,
+        sources_of(function),
+        tokenizer.special_tokens_map,
+        tokenizer.chat_template,
+        tokenizer.backend_tokenizer.to_str(),
+    )
     # macOS cannot tell which CPUs a process may use.
     num_cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     # The first rank of a node does the work, and the others wait and read the cache. This happens
@@ -532,8 +516,8 @@ def load_documents(
     lock = filelock.FileLock(f"{datasets.config.HF_DATASETS_CACHE}/{key}.lock")
     # A full disk, or text that is not UTF-8. A bug in `function` shows its traceback.
     kinds = (OSError, UnicodeError, pyarrow.ArrowException)
-    with lock, refusing(f"--dataset {config.dataset} cannot be tokenized", *kinds):
-        documents = corpus.map(
+    with lock, refusing(f"--dataset {config.dataset} cannot be tokenized", kinds):
+        documents = corpus.select_columns(present).map(
             tokenize,
             # Each call takes as long as the tokens of a short document. The table that it returns
             # replaces the columns of the batch.
@@ -547,23 +531,26 @@ def load_documents(
             new_fingerprint=key,
             num_proc=min(num_cpus, len(corpus) // 1000),
         )
-    count_left_out(config, documents, names)
+    count_left_out(config, documents, corpus)
     return documents
 
 
-def count_left_out(config: Any, documents: datasets.Dataset, columns: Iterable) -> None:
+def count_left_out(config: Any, documents: datasets.Dataset, corpus: datasets.Dataset) -> None:
     """Print how many documents are left out, and why; refuse a dataset of which none is left."""
-    for column, what in ("note", "trained in part"), ("left_out", "left out"):
-        counts = documents.data[column].value_counts().to_pylist()
-        reasons = {each["values"]: each["counts"] for each in counts}
-        for reason, count in reasons.items():
-            if reason:
-                say(f"{count:,} documents are {what}, because they {reason}")
-    if reasons and "" not in reasons:
+    counts = documents.data["note"].value_counts().to_pylist()
+    notes = {each["values"]: each["counts"] for each in counts}
+    for note, count in notes.items():
+        if note:
+            say(f"{count:,} documents are {note}")
+    if notes and not np.any(documents.data["num_targets"]):
+        names = corpus.column_names
+        if JSON in names:
+            with contextlib.suppress(LeftOut):
+                names = parse_row(corpus[0])
         refuse(
             f"--dataset {config.dataset} has fewer than two different documents with target "
-            f"tokens: all are left out, most because they {max(reasons, key=reasons.get)}. "
-            f"Its columns are {', '.join(columns)}; docs/data.md lists what is read"
+            f"tokens: most are {max(notes, key=notes.get)}. "
+            f"Its columns are {', '.join(names)}; docs/data.md lists what is read"
         )
 
 
@@ -1036,7 +1023,7 @@ class Checkpoints:
     config: Any
     run_dir: Path
     facts: dict
-    save_files: Callable[[Path], None]
+    save_files: Callable
     device: torch.device
 
     def __post_init__(self):
@@ -1169,7 +1156,7 @@ def export(
     directory: Path,
     dtype: str = "",
     hub_names: bool = False,
-    read: Callable[[Path, dict], None] = read_checkpoint,
+    read: Callable = read_checkpoint,
 ) -> None:
     """Write a checkpoint as a directory for AutoModelForCausalLM and AutoTokenizer, on one CPU.
 
