@@ -603,7 +603,8 @@ def train_validation_split(
 
     Held out are the documents with the smallest hashes: 2 % of all possible hashes, at most 5,000
     documents. A document is on the same side in every run and script, whatever rows are left out.
-    The validation set is the first of the held-out documents that have `validation_tokens`.
+    (With fewer than about 50 groups, one is held out: the first that is not left out.) The
+    validation set is the first of the held-out documents that have `validation_tokens`.
     """
     table = documents.data.select(["group", "lengths", "num_targets"]).to_pandas()
     table = table.query("num_targets > 0").sort_values("group", kind="stable")

@@ -1035,7 +1035,7 @@ def main() -> partial | None:
     if config.teacher:
         find_teacher(config, tokenizer)
     if config.steps == 0:
-        return common.say("the data is prepared; python tools/rows.py prints rows of a file")
+        return common.say("the data is prepared; python tools/rows.py FILE shows what is trained")
 
     device = init_process_group(config)
     model = build_policy(model_config, config)

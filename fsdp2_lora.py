@@ -686,7 +686,7 @@ def main() -> partial | None:
     generation = conversations.base_generation(config, tokenizer, turn_end)
     model_config = build_config(config, known_ids, generation.eos_token_id)
     if config.steps == 0:
-        return common.say("the data is prepared; python tools/rows.py prints rows of a file")
+        return common.say("the data is prepared; python tools/rows.py FILE shows what is trained")
 
     device = init_process_group(config)
     model = build_model(model_config, config)

@@ -390,7 +390,12 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
     options = {"use_reentrant": False}
     fraction = 1.0
     if mode == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, keep_expensive)
+        # transformers adds the biases of experts to the results of their matmuls in place, so
+        # these cannot be kept.
+        names = [name for block in blocks for name, _ in block.named_parameters()]
+        biased = any("experts." in name and name.endswith("bias") for name in names)
+        policy = partial(keep_expensive, biased)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     elif mode != "full":
         fraction = float(mode)
 
@@ -404,11 +409,15 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
             block.forward = recompute(block.forward)
 
 
-def keep_expensive(_, operator: Any, *args, **kwargs) -> CheckpointPolicy:
-    """Keep the results of matmuls, attention and collectives, and recompute the cheap rest."""
+def keep_expensive(biased: bool, _, operator: Any, *args, **kwargs) -> CheckpointPolicy:
+    """Keep the results of matmuls, attention and collectives, and recompute the cheap rest.
+
+    Matmuls of `biased` experts are recomputed, too.
+    """
     # Parts of operators' names, such as aten.addmm.default. c10d: collectives.
     expensive = ["mm.", "attention", "attn", "c10d"]
-    if any(part in str(operator) for part in expensive):
+    kept = any(part in str(operator) for part in expensive)
+    if kept and not (biased and "grouped_mm" in str(operator)):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 

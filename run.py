@@ -544,12 +544,14 @@ class Run:
         if checkpoints.newest:
             say(f"resuming from {checkpoints.newest}")
         work = work or (
-            f"{number} micro-batches per rank and step, {config.global_batch_tokens:,} tokens"
+            f"{number} micro-batch{'es' * (number > 1)} per rank and step, "
+            f"{config.global_batch_tokens:,} tokens"
         )
         say(
             f"{self.facts['parameters']:,} parameters, {self.num_documents:,} documents, "
             f"{self.num_tokens:,} tokens; writing {config.run_dir}\n"
-            f"{config.precision} on {self.world_size} ranks ({mesh}), {work}, "
+            f"{config.precision} on {self.world_size} rank{'s' * (self.world_size > 1)} ({mesh}), "
+            f"{work}, "
             f"learning rate {config.learning_rate:g}"
         )
         self.unvalidated = progress.get("unvalidated", False)
@@ -706,11 +708,13 @@ class Run:
         elif self.rank == 0:
             with refusing(f"cannot write {self.directory}/hf ({checkpoint} is complete)"):
                 common.export(checkpoint, self.directory / "hf", read=read)
+            peft = ", adapter/ for PEFT" if (self.directory / "adapter").exists() else ""
             say(
-                f"files: {config.run_dir}/metrics.jsonl, and hf/ beside it for transformers\n"
-                f"try:   python sample.py {config.run_dir}\n"
-                f"next:  {next_command.format(run_dir=config.run_dir)}"
+                f"files: {config.run_dir}/metrics.jsonl, and hf/ beside it for transformers{peft}\n"
+                f"try:   python sample.py {config.run_dir}"
             )
+            if "--dataset" not in " ".join(sys.argv):  # the next script would read other data
+                say(f"next:  {next_command.format(run_dir=config.run_dir)}")
         self.close(0)
 
     def close(self, code: int) -> None:

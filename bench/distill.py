@@ -1,6 +1,6 @@
 """Learn from a larger model, on-policy and off-policy, in the same CPU seconds.
 
-    python bench/distill.py [FOLDER]
+    python bench/distill.py [--folder FOLDER]
 
 A teacher of 4 million parameters and a student of one million are pretrained, and fine-tuned on the
 embedded conversations, with the first line of each docstring. The teacher gets more steps. Then the
@@ -9,12 +9,12 @@ student learns from the teacher, starting from the same weights each time:
 on-policy: fsdp2_grpo.py with --teacher alone, one answer to each prompt.
 off-policy: fsdp2_sft.py on answers that the teacher has sampled to the same prompts.
 
-Each way runs for several numbers of steps, each with its own schedule. CPU seconds are those of the
-whole command on 2 ranks, from its launch to the files of its model. What the teacher's answers cost
-stands apart. Each model is measured by fsdp2_grpo.py, on answers to held-out prompts: the mean
-KL(student || teacher) of a token, and the mean reward.
+Each way runs with the script's own learning rate and, for each number in STEPS, so many steps. CPU
+seconds are those of the whole command on 2 ranks, from its launch to the files of its model. What
+the teacher's answers cost stands apart. Each model is measured by fsdp2_grpo.py: the mean
+KL(student || teacher) of a token, on answers to held-out prompts.
 
-With FOLDER, runs are kept there, and those that have ended are not repeated. Writes
+With --folder, runs are kept there, and those that have ended are not repeated. Writes
 bench/results/distill.json and docs/images/distill.png.
 """
 
@@ -110,13 +110,12 @@ class Runs:
         words += ["--dataset", self.folder / "conversations.jsonl", "--max_length", LENGTH]
         return [*words, "--answer_length", ANSWER, "--prompts", 32]
 
-    def measure(self, who: str) -> dict[str, float]:
-        """Return divergence and reward on held-out prompts, before a step that changes nothing."""
-        one = ["--steps", 1, "--learning_rate", 1e-12, "--prompts", 2, "--answers", 2]
-        held_out = ["--teacher_weight", 1, "--eval_prompts", 57, "--eval_answers", 2]
+    def measure(self, who: str) -> float:
+        """Return the divergence on held-out prompts, before a step that changes nothing."""
+        one = ["--steps", 1, "--learning_rate", 1e-12, "--prompts", 2, "--answers", 1]
+        held_out = ["--eval_prompts", 57, "--eval_answers", 2]
         self.run(f"{who}_measured", "fsdp2_grpo", *self.learning(who), *one, *held_out)
-        kinds = ("validation_kl", "validation_reward")
-        return {kind: losses.read(self.folder / f"{who}_measured", kind)[0] for kind in kinds}
+        return losses.read(self.folder / f"{who}_measured", "validation_kl")[0]
 
 
 def teach(runs: Runs, rows: list[dict[str, str]]) -> float:
@@ -128,7 +127,7 @@ def teach(runs: Runs, rows: list[dict[str, str]]) -> float:
             dataset=str(runs.folder / "conversations.jsonl"), model=directory, tokenizer=directory,
             max_length=LENGTH, answer_length=ANSWER,
         )  # fmt: skip
-        tokenizer, form, _ = conversations.chat_tokenizer(config, "known tokens")
+        tokenizer, turn_end, _ = conversations.chat_tokenizer(config, "known tokens")
         documents = common.load_documents(
             config, conversations.COLUMNS, script.tokenize_prompt, tokenizer
         )
@@ -144,11 +143,11 @@ def teach(runs: Runs, rows: list[dict[str, str]]) -> float:
             for i in some.tolist():
                 tokens, in_reference = training.read(i)
                 prompts.append(tokens[~in_reference])
-            draws, ends = rng.random((len(some), ANSWER)), [form.turn_end]
+            draws, ends = rng.random((len(some), ANSWER)), [turn_end]
             with torch.no_grad():
                 made = script.sample(model, prompts, draws, ends, torch.device("cpu"))
             for i, (tokens, _) in zip(some.tolist(), made):
-                if tokens[-1] == form.turn_end:
+                if tokens[-1] == turn_end:
                     row = rows[training.index.document[i]]
                     kept.append(row | {"completion": tokenizer.decode(tokens[:-1])})
         write(path, kept)
@@ -160,28 +159,28 @@ def distill_table() -> str:
     """Return Markdown of bench/results/distill.json."""
     result = json.loads((ROOT / "bench/results/distill.json").read_text())
     lines = [
-        "| | steps | CPU seconds | KL(student \\|\\| teacher) | reward |",
-        "| --- | --- | --- | --- | --- |",
+        "| | steps | CPU seconds | KL(student \\|\\| teacher) |",
+        "| --- | --- | --- | --- |",
+        f"| before | | | {result['before']:.2f} |",
     ]
-    rows = [("before", "", "", result["before"])]
-    rows += [
-        (way, point["steps"], f"{point['cpu_s']:.0f}", point)
-        for way in STEPS
-        for point in result[way]
-    ]
-    for name, steps, seconds, found in rows:
-        numbers = f"{found['validation_kl']:.3f} | {found['validation_reward']:.3f}"
-        lines.append(f"| {name} | {steps} | {seconds} | {numbers} |")
+    for way in STEPS:
+        more = f" + {result['answers']['cpu_s']:.0f} for the teacher's answers"
+        for point in result[way]:
+            seconds = f"{point['cpu_s']:.0f}" + more * (way == "off-policy")
+            lines.append(f"| {way} | {point['steps']} | {seconds} | {point['validation_kl']:.2f} |")
     return "\n".join(lines)
 
 
-def draw(start: float, seen: dict[str, list[dict[str, float]]]) -> None:
+def draw(result: dict[str, Any]) -> None:
     figure, axes = shared.plotting().subplots(figsize=(7, 3), dpi=150)
-    for way, points in seen.items():
-        seconds, values = ([point[key] for point in points] for key in ("cpu_s", "validation_kl"))
-        axes.plot([0, *seconds], [start, *values], marker="o", color=COLORS[way], label=way)
-    axes.set_xlabel("CPU seconds of learning from the teacher")
+    for way in STEPS:
+        begin = result["answers"]["cpu_s"] if way == "off-policy" else 0
+        seconds = [begin, *(begin + point["cpu_s"] for point in result[way])]
+        values = [result["before"], *(point["validation_kl"] for point in result[way])]
+        axes.plot(seconds, values, "o:", color=COLORS[way], label=way)
+    axes.set_xlabel("CPU seconds (off-policy begins with the teacher's answers)")
     axes.set_ylabel("KL(student || teacher),\nnats per token, held out")
+    axes.set_xlim(0, None)
     axes.set_ylim(0, None)
     axes.legend(frameon=False)
     shared.finish(figure, ROOT / "docs/images/distill.png")
@@ -189,7 +188,7 @@ def draw(start: float, seen: dict[str, list[dict[str, float]]]) -> None:
 
 def main() -> None:
     reader = shared.parser(__doc__)
-    reader.add_argument("folder", nargs="?", type=Path)
+    reader.add_argument("--folder", type=Path, help="keep the runs here")
     given = reader.parse_args()
     os.environ.setdefault("RANK", "0")
     torch.set_num_threads(1)
@@ -215,12 +214,12 @@ def main() -> None:
                     words = ["--init_from", runs.folder / "student", *runs.tuning("answers.jsonl")]
                     program = "fsdp2_sft"
                 spent = runs.run(name, program, *words, "--steps", steps)
-                point = {"steps": steps, "cpu_s": round(spent, 1)} | runs.measure(name)
-                seen.setdefault(way, []).append(point)
+                point = {"steps": steps, "cpu_s": round(spent, 1)}
+                seen.setdefault(way, []).append(point | {"validation_kl": runs.measure(name)})
         answers = {"sampled": ANSWERS, "ended": ended, "cpu_s": round(runs.costs["answers"], 1)}
-    result = {"before": before, **seen, "answers of the teacher": answers}
+    result = {"before": before, **seen, "answers": answers}
     (ROOT / "bench/results/distill.json").write_text(json.dumps(result, indent=2) + "\n")
-    draw(before["validation_kl"], seen)
+    draw(result)
     for way, points in seen.items():
         for point in points:
             print(way, point)

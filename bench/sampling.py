@@ -141,13 +141,13 @@ def compare_steps(rounds: int, folder: str, asked: list[conversations.Messages])
         init_from=folder, model=folder, tokenizer=folder, prompts=8, answers=ANSWERS,
         answer_length=64, max_length=448, learning_rate=1e-6, warmup_steps=0, precision="fp32",
     )  # fmt: skip
-    own_tokenizer, form, known_ids = conversations.chat_tokenizer(config, "known tokens")
+    own_tokenizer, turn_end, known_ids = conversations.chat_tokenizer(config, "known tokens")
     documents = common.load_documents(
         config, conversations.COLUMNS, script.tokenize_prompt, own_tokenizer, conversations.CORPORA
     )
     prompts, _ = common.train_validation_split(documents, 0)
     training = script.leave_out_long(prompts, config)
-    generation = conversations.base_generation(config, own_tokenizer, form.turn_end)
+    generation = conversations.base_generation(config, own_tokenizer, turn_end)
     model_config = shared.architecture(script, config, known_ids, ends=generation.eos_token_id)
     model, optimizer = shared.build(script, model_config, config, CPU)
     common.load_weights(model, folder)

@@ -245,10 +245,18 @@ def claims(rank, ranks):
     for block in model.blocks:
         fully_shard(block, mp_policy=policy)
     fully_shard(model, reshard_after_forward=False, mp_policy=policy)
-    cast = model(**micro_batch).item()
-    torch.Tensor.float, restore = lambda self: self, torch.Tensor.float  # logits stay bf16
-    seen["bf16"] = [loss / right - 1 for loss in (cast, model(**micro_batch).item())]
-    torch.Tensor.float = restore
+    plain = build()
+    micro_batches = list(make_batches().evaluation(0, 1))[:8]
+    seen["bf16"] = []
+    restore = torch.Tensor.float
+    for cast in (restore, lambda logits: logits):  # the second one leaves the logits in bf16
+        ratios = []
+        for micro_batch in micro_batches:
+            right = plain(**micro_batch).item()
+            torch.Tensor.float = cast
+            ratios.append(model(**micro_batch).item() / right)
+            torch.Tensor.float = restore
+        seen["bf16"].append(max(abs(ratio - 1) for ratio in ratios))
     return seen
 
 

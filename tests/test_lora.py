@@ -551,7 +551,7 @@ def test_each_adapter_is_trained_and_peft_loads_it(name, tmp_path, capsys):
     before = base(input_ids=ids, labels=ids, use_cache=False).loss.item()
     loaded = library.PeftModel.from_pretrained(base, tmp_path / "adapter")
     after = loaded(input_ids=ids, labels=ids, use_cache=False).loss.item()
-    assert after == pytest.approx(loss.item(), rel=1e-5) and abs(after - before) > 1e-3
+    assert after == pytest.approx(loss.item(), rel=1e-5) and abs(after - before) > 1e-4
 
 
 def test_files_of_a_run(finished, bases):

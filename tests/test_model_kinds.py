@@ -1,5 +1,6 @@
 """What real model types need: fp32 inputs, no decay of state-space parameters, many lengths."""
 
+import copy
 import importlib
 import warnings
 
@@ -142,3 +143,15 @@ def test_a_parameter_that_no_rank_trains_ends_the_run(monkeypatch):
     monkeypatch.setattr(run, "gather", lambda value: [value, value])
     with pytest.raises(common.Refusal, match="^no gradient reaches b.weight: "):
         run.refuse_untrained(model, optimizer)
+
+
+def test_selective_recomputation_changes_no_gradient_of_experts_with_biases():
+    """transformers adds the biases in place to results of matmuls, which would be kept."""
+    ids, gradients = torch.arange(64)[None], []
+    plain = plain_model("gpt_oss").train()
+    for mode in ("none", "selective"):
+        model = copy.deepcopy(plain)
+        shared_model.checkpoint_activations(shared_model.transformer_blocks(model), mode)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    assert all(map(torch.equal, *gradients))

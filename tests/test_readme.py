@@ -91,7 +91,7 @@ def test_flags_of_the_pages_are_accepted(command, monkeypatch):
 OTHERS = """nnodes nproc-per-node max-restarts shutdown-timeout rdzv-backend rdzv-id rdzv-endpoint
     standalone help nonblocking pid signal cpus-per-task ntasks-per-node gpus-per-node nodes
     requeue ranks vocabulary memory_gib link_gbps tflops no-build-isolation turns only pre
-    check model_args tasks batch_size prompt""".split()
+    check model_args tasks batch_size prompt bf16 weights""".split()
 
 
 @pytest.mark.parametrize("page", TEXTS, ids=lambda page: str(page.relative_to(ROOT)))

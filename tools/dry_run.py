@@ -12,7 +12,7 @@ a GPU, and --compile is left out. All sequences have the longest length.
 
 A step of fsdp2_grpo.py is what its flags ask for, from the all-gather before sampling, with the
 --teacher (here a config.json is enough) and the reference. Keys and values of sampling are left out
-(docs/numbers.md).
+(docs/scale.md).
 
 Sizes are those of PyTorch's tensors. The allocator, CUDA and NCCL need memory beside them: leave a
 tenth of the GPU free.

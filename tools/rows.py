@@ -88,7 +88,7 @@ def show_rows(file: str, tokenizer_name: str, number: int) -> None:
     """Print what becomes of the first rows of a file."""
     config = fsdp2_sft.Config(dataset=file, tokenizer=tokenizer_name)
     tokenizer, *_ = conversations.chat_tokenizer(config, "new tokens")
-    corpus = common.open_dataset(config, conversations.CORPORA)
+    corpus = common.open_dataset(config, conversations.COLUMNS, conversations.CORPORA)
     for place, row in enumerate(corpus.select(range(min(number, len(corpus))))):
         row = row.get(common.JSON, row)
         _, tuned = became(row, fsdp2_sft.tokenize_conversation, tokenizer)
