@@ -16,8 +16,6 @@ Load only checkpoints that you trust, and share the Hugging Face form (safetenso
 
 import ast
 import bisect
-import contextlib
-import dataclasses
 import errno
 import functools
 import glob
@@ -34,6 +32,8 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -84,7 +84,7 @@ def refuse(message: str) -> NoReturn:
     raise Refusal(" ".join(message.split()))
 
 
-@contextlib.contextmanager
+@contextmanager
 def refusing(
     what: str,
     kinds: tuple = (Exception, dcp.CheckpointException),  # DCP's is not an Exception
@@ -136,7 +136,7 @@ def gather(value: Any) -> list:
     return values
 
 
-def differences(before: dict, now: dict, names: list) -> list[str]:
+def differences(before: dict, now: dict, names: list) -> list:
     """Return in which of these names two descriptions of a run differ, and how.
 
     A name that `before` lacks is not compared: an older version did not record it.
@@ -252,7 +252,7 @@ def fast_tokenizer(tokenizer: Tokenizer) -> fastokens.Tokenizer | None:
     complete = model.get("unk_token") or model.get("byte_fallback") or "ByteLevel" in text
     if model.get("dropout") or not complete:
         return None
-    with contextlib.suppress(ValueError):  # what fastokens does not support
+    with suppress(ValueError):  # what fastokens does not support
         return fastokens.Tokenizer.from_json_str(text)
 
 
@@ -290,7 +290,7 @@ JSON = "a line of JSON"  # column of .jsonl files; `tokenize` parses it
 tqdm.tqdm.set_lock(threading.RLock())
 
 
-def standard_library_files() -> list[str]:
+def standard_library_files() -> list:
     """Return the source files of Python's standard library, without tests and tables."""
     skipped = "site-packages test tests idlelib lib2to3 encodings ensurepip".split()
     files = []
@@ -316,11 +316,12 @@ CORPORA = {"stdlib": standard_library_documents}  # those that need no file
 
 def suffix_of(name: str) -> str:
     """Return by which suffix a file is read, without the query of a URL; "" for others."""
-    known = [suffix for suffix in Path(name.split("?")[0]).suffixes if suffix in READERS]
-    return known[-1] if known else ""  # the last one counts: a.txt.jsonl.gz is JSON
+    suffixes = Path(name.split("?")[0]).suffixes
+    known = ["", *filter(READERS.get, suffixes)]
+    return known[-1]  # the last one counts: a.txt.jsonl.gz is JSON
 
 
-def find_files(name: str) -> list[str]:
+def find_files(name: str) -> list:
     """Return the files that a file, glob or folder stands for. Other names stay as they are."""
     pattern = glob.escape(name) if os.path.exists(name) else name  # a file may have brackets
     pattern += "/*" * os.path.isdir(name)
@@ -328,7 +329,7 @@ def find_files(name: str) -> list[str]:
     return [file for file in files if suffix_of(file)] or [name]
 
 
-def sources_of(function: Callable) -> list[str]:
+def sources_of(function: Callable) -> list:
     """Return hashes of this file, of a function's file and of the modules that it imports.
 
     As a part of cache keys, they make an edit read the data again.
@@ -545,7 +546,7 @@ def count_left_out(config: Any, documents: datasets.Dataset, corpus: datasets.Da
     if notes and not np.any(documents.data["num_targets"]):
         names = corpus.column_names
         if JSON in names:
-            with contextlib.suppress(LeftOut):
+            with suppress(LeftOut):
                 names = parse_row(corpus[0])
         refuse(
             f"--dataset {config.dataset} has fewer than two different documents with target "
@@ -554,7 +555,7 @@ def count_left_out(config: Any, documents: datasets.Dataset, corpus: datasets.Da
         )
 
 
-@dataclasses.dataclass
+@dataclass
 class Sequences:
     """Token sequences, each a whole document or a piece of one, memory-mapped from disk.
 
@@ -572,7 +573,7 @@ class Sequences:
         self.lengths = self.index.lengths
         self.num_targets = self.index.num_targets
 
-    def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, i: int) -> tuple:
         """Return tokens (int64) and loss mask (bool) of sequence i, [length + 1]."""
         document, start, length, _ = self.index[i].tolist()
         part = slice(start, start + length + 1)
@@ -596,9 +597,7 @@ class Sequences:
         return Sequences(self.documents, index)
 
 
-def train_validation_split(
-    documents: datasets.Dataset, validation_tokens: float
-) -> tuple[Sequences, Sequences]:
+def train_validation_split(documents: datasets.Dataset, validation_tokens: float) -> tuple:
     """Return the documents for training and for validation, in the order of their hashes.
 
     Held out are the documents with the smallest hashes: 2 % of all possible hashes, at most 5,000
@@ -618,10 +617,7 @@ def train_validation_split(
     number = table.group.searchsorted(limit, "right")
     training, held_out = index[number:], index[:number]
     if not len(training):
-        refuse(
-            "--dataset has fewer than two different documents with target tokens: see above "
-            "what is left out"
-        )
+        refuse("--dataset has fewer than two different documents with target tokens (see above)")
     enough = 1 + np.searchsorted(held_out.lengths.cumsum(), validation_tokens)
     return Sequences(documents, training), Sequences(documents, held_out[:enough])
 
@@ -638,7 +634,7 @@ def bucket(lengths: np.ndarray, budget: int) -> Iterator[slice]:
         start = stop
 
 
-def pack(lengths: np.ndarray, budget: int) -> list[list[int]]:
+def pack(lengths: np.ndarray, budget: int) -> list:
     """Pack descending lengths into micro-batches by best-fit decreasing (arXiv 2404.10830).
 
     Each sequence, the longest first, goes into the fullest micro-batch that has room for it.
@@ -655,7 +651,7 @@ def pack(lengths: np.ndarray, budget: int) -> list[list[int]]:
 # --- Batches: plan -> tensors ---------------------------------------------------------------------
 
 
-@dataclasses.dataclass
+@dataclass
 class GlobalBatch:
     """What one optimizer step trains on: this rank's micro-batches, and counts over all ranks.
 
@@ -667,14 +663,14 @@ class GlobalBatch:
         padding_fraction: padding, as a fraction of all positions.
     """
 
-    micro_batches: list[dict]
+    micro_batches: list
     num_targets: int
     num_tokens: int
     squared_lengths: int
     padding_fraction: float
 
 
-@dataclasses.dataclass
+@dataclass
 class Batches:
     """The endless stream of micro-batches: epoch after epoch, each with its own plan.
 
@@ -690,7 +686,7 @@ class Batches:
     config: Any
     padding_id: int
 
-    def plan(self, epoch: int) -> list[np.ndarray]:
+    def plan(self, epoch: int) -> list:
         """Return the micro-batches of an epoch, each an array of indices into `sequences`, int64.
 
         A pure function of lengths, flags and epoch. Micro-batches of all lengths are shuffled
@@ -715,7 +711,7 @@ class Batches:
             micro_batches += [window[part] for part in fill(lengths[window], budget)]
         return [micro_batches[i] for i in rng.permutation(len(micro_batches))]
 
-    def shape(self, indices: np.ndarray) -> tuple[int, int]:
+    def shape(self, indices: np.ndarray) -> tuple:
         """Return the number of sequences and the padded length of a micro-batch."""
         budget, multiple = self.config.micro_batch_tokens, self.config.pad_to_multiple_of
         if self.config.batching == "packed":
@@ -921,7 +917,7 @@ PLAN = """max_length pad_to_multiple_of batching micro_batch_tokens global_batch
     init_from weights_hash model_hash tokenizer_hash data_hash""".split()
 
 
-@dataclasses.dataclass
+@dataclass
 class ApplicationState(Stateful):
     """Model and optimizer as one object, whose two methods `dcp.save` and `dcp.load` can call.
 
@@ -1001,12 +997,12 @@ def remove(directory: Path) -> None:
 
     NFS keeps files that somebody has open, and where they are. A failure does not end the run.
     """
-    with contextlib.suppress(OSError):  # usually it is gone
+    with suppress(OSError):  # usually it is gone
         renamed = directory.rename(directory.with_suffix(f".{time.time_ns()}.tmp"))
         shutil.rmtree(renamed, ignore_errors=True)
 
 
-@dataclasses.dataclass
+@dataclass
 class Checkpoints:
     """The newest checkpoints in a directory, each complete or absent.
 
@@ -1038,11 +1034,11 @@ class Checkpoints:
         # time, so a copy is valid until the next one.
         self.stager = dcp.staging.BlockingAsyncStager(self.device.type == "cuda")
 
-    def complete(self) -> list[Path]:
+    def complete(self) -> list:
         """Return the complete checkpoints, newest first (eight digits sort as numbers)."""
         return sorted(self.directory.glob("step_????????"), reverse=True)
 
-    def find(self, resume: str, plan: list = PLAN) -> tuple[Path | None, dict]:
+    def find(self, resume: str, plan: list = PLAN) -> tuple:
         """Return the checkpoint that --resume asks for (None: start), and its progress.
 
         A collective. Nothing on disk changes.
@@ -1076,7 +1072,7 @@ class Checkpoints:
             progress["metrics_bytes"] = 0
         return self.newest, progress
 
-    def refuse_foreign_directory(self, own: list[Path]) -> None:
+    def refuse_foreign_directory(self, own: list) -> None:
         """Refuse a run directory with results that this start would overwrite.
 
         A run that died before its first checkpoint may start again.
