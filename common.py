@@ -16,8 +16,6 @@ Load only checkpoints that you trust, and share the Hugging Face form (safetenso
 
 import ast
 import bisect
-import contextlib
-import dataclasses
 import errno
 import functools
 import glob
@@ -32,8 +30,10 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -84,14 +84,16 @@ def refuse(message: str) -> NoReturn:
     raise Refusal(" ".join(message.split()))
 
 
-@contextlib.contextmanager
-def refusing(what: str, *kinds: type[BaseException]) -> Iterator[None]:
+@contextmanager
+def refusing(
+    what: str,
+    kinds: tuple = (Exception, dcp.CheckpointException),  # DCP's is not an Exception
+) -> Iterator[None]:
     """End with one line, as `refuse`, if a library call in here fails, quoting its reason.
 
     Leave code out of it that somebody may edit, because bugs need their traceback. Or name the
     `kinds` of errors that do not come from bugs.
     """
-    kinds = kinds or (Exception, dcp.CheckpointException)  # DCP's is not an Exception
     try:
         yield
     except Refusal:
@@ -134,7 +136,7 @@ def gather(value: Any) -> list:
     return values
 
 
-def differences(before: dict, now: dict, names: list) -> list[str]:
+def differences(before: dict, now: dict, names: list) -> list:
     """Return in which of these names two descriptions of a run differ, and how.
 
     A name that `before` lacks is not compared: an older version did not record it.
@@ -250,7 +252,7 @@ def fast_tokenizer(tokenizer: Tokenizer) -> fastokens.Tokenizer | None:
     complete = model.get("unk_token") or model.get("byte_fallback") or "ByteLevel" in text
     if model.get("dropout") or not complete:
         return None
-    with contextlib.suppress(ValueError):  # what fastokens does not support
+    with suppress(ValueError):  # what fastokens does not support
         return fastokens.Tokenizer.from_json_str(text)
 
 
@@ -274,19 +276,26 @@ def encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
 
 # --- Corpus: anything that `datasets` reads -------------------------------------------------------
 
-READERS = {".parquet": "parquet", ".jsonl": "text", ".json": "json", ".txt": "text"}
+# Suffix -> reader of `datasets`, and its settings.
+READERS = {
+    ".parquet": ("parquet", {"batch_size": 1000}),  # or a file without rows fails
+    ".jsonl": ("text", {}),
+    # Or texts would be written as JSON where a column has values of other types.
+    ".json": ("json", {"on_mixed_types": None}),
+    ".txt": ("text", {}),
+}
 JSON = "a line of JSON"  # column of .jsonl files; `tokenize` parses it
 # The first progress bar, even a disabled one, creates a lock, by default with a named semaphore. If
 # the process then ends by `os._exit`, as after an error, Python 3.14 prints two lines about it.
 tqdm.tqdm.set_lock(threading.RLock())
 
 
-def standard_library_files() -> list[str]:
+def standard_library_files() -> list:
     """Return the source files of Python's standard library, without tests and tables."""
-    skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3", "encodings", "ensurepip"}
+    skipped = "site-packages test tests idlelib lib2to3 encodings ensurepip".split()
     files = []
     for folder, subfolders, _ in os.walk(Path(ast.__file__).parent):
-        subfolders[:] = set(subfolders) - skipped  # `walk` does not enter the others
+        subfolders[:] = set(subfolders).difference(skipped)  # `walk` does not enter the others
         files += glob.glob(f"{folder}/*.py")
     return sorted(files)
 
@@ -307,11 +316,12 @@ CORPORA = {"stdlib": standard_library_documents}  # those that need no file
 
 def suffix_of(name: str) -> str:
     """Return by which suffix a file is read, without the query of a URL; "" for others."""
-    known = [suffix for suffix in Path(name.split("?")[0]).suffixes if suffix in READERS]
-    return known[-1] if known else ""  # the last one counts: a.txt.jsonl.gz is JSON
+    suffixes = Path(name.split("?")[0]).suffixes
+    known = ["", *filter(READERS.get, suffixes)]
+    return known[-1]  # the last one counts: a.txt.jsonl.gz is JSON
 
 
-def find_files(name: str) -> list[str]:
+def find_files(name: str) -> list:
     """Return the files that a file, glob or folder stands for. Other names stay as they are."""
     pattern = glob.escape(name) if os.path.exists(name) else name  # a file may have brackets
     pattern += "/*" * os.path.isdir(name)
@@ -319,7 +329,7 @@ def find_files(name: str) -> list[str]:
     return [file for file in files if suffix_of(file)] or [name]
 
 
-def sources_of(function: Callable) -> list[str]:
+def sources_of(function: Callable) -> list:
     """Return hashes of this file, of a function's file and of the modules that it imports.
 
     As a part of cache keys, they make an edit read the data again.
@@ -346,32 +356,31 @@ def open_dataset(config: Any, columns: list, corpora: dict) -> datasets.Dataset:
         f"--dataset (hub id, .parquet, .jsonl, .json, .txt or FOLDER/*.txt) {name} cannot be read"
     ):
         files = [file for pattern in names for file in find_files(pattern)]
-        suffix = suffix_of(files[0])
-        if len({*map(suffix_of, files)}) > 1 or len(names) > 1 and not suffix:
+        suffix, *others = {*map(suffix_of, files)}
+        if others:
             raise ValueError("files of one kind can be read together")
         if not suffix:
             return datasets.load_dataset(
                 name, config.dataset_config, split=split, revision=config.dataset_revision
             )
+        reader, settings = READERS[suffix]
+        local = [file for file in files if os.path.exists(file)]
         groups = [files]
         if suffix == ".parquet":
             # datasets would cast values to the types of the first file (007 would be 7). So if
             # columns differ, read each file alone, and those without rows not at all.
-            shards = {file: parquet.read_metadata(file) for file in files if os.path.exists(file)}
-            if len({(str(shard.schema), shard.num_rows > 0) for shard in shards.values()}) > 1:
-                groups = [[file] for file in files if shards[file].num_rows]
+            if len({*map(parquet.read_schema, local)}) > 1:
+                groups = [[file] for file in files if parquet.read_metadata(file).num_rows]
         parts = []
         for files in groups:
-            local = [file for file in files if os.path.exists(file)]
             part = datasets.load_dataset(
-                READERS[suffix],
+                reader,
                 # Part of the cache key, which has names and times of files.
-                fingerprint(sum(map(os.path.getsize, local))),
+                fingerprint(*map(os.path.getsize, local)),
                 data_files=[glob.escape(file) if file in local else file for file in files],
                 split=split,
                 download_config=datasets.DownloadConfig(),  # downloads a changed file again
-                # Or datasets would write texts as JSON where a column has values of other types.
-                **({"on_mixed_types": None} if suffix == ".json" else {}),
+                **settings,
             )
             read = [name for name in columns if name in part.column_names]
             parts.append(part.select_columns(read) if len(groups) > 1 else part)
@@ -391,7 +400,7 @@ def tokenize_text(row: dict, tokenizer: Tokenizer) -> tuple:
         group: documents with equal groups go to the same side of the split. Here those are equal
             texts; in fine-tuning, all answers to one prompt.
         num_bytes: of the text, for bits per byte; 0 for conversations.
-        note (not here): why only a part of a document is trained on, or "".
+        note (not here): that only a part of a document is trained on, and why, or "".
 
     Raises:
         LeftOut: why the document is left out.
@@ -420,16 +429,17 @@ def tokenize(
     documents = []
     for values in zip(*batch.values()):  # fails for text that is not UTF-8
         tokens = in_loss = []
-        group = left_out = note = ""
+        group = note = ""
         num_bytes = 0
         try:
-            row = parse_row(dict(zip(batch, values)), columns)
+            row = parse_row(dict(zip(batch, values)))
+            row = {name: row[name] for name in columns if name in row}
             tokens, in_loss, group, num_bytes, *notes = function(row, tokenizer)
             note = "".join(notes)
         except LeftOut as reason:
-            left_out = str(reason)
+            note = f"left out, because they {reason}"
         except UnicodeEncodeError:
-            left_out = "hold half a surrogate pair, which is no character"
+            note = "left out, because they hold half a surrogate pair, which is no character"
         documents.append(
             {
                 "tokens": np.asarray(tokens, dtype),
@@ -438,21 +448,19 @@ def tokenize(
                 "num_targets": np.count_nonzero(in_loss[1:]),
                 "num_bytes": num_bytes,
                 "group": int(fingerprint(group)[:7], 16),  # 28 bits
-                "left_out": left_out,
                 "note": note,
             }
         )
     return pyarrow.Table.from_pylist(documents)
 
 
-def parse_row(row: dict, columns: list) -> dict:
-    """Return the columns of a row that are there. A line of JSON has its own types."""
+def parse_row(row: dict) -> dict:
+    """Return a row. A line of JSON has its own types."""
     # A reader that parses full columns would guess one type for all rows.
-    if JSON in row:
-        row = parse_json(row[JSON].removeprefix("\ufeff"))  # a byte order mark
-    else:
-        row = {name: drop_nulls(row[name]) for name in row}
-    return {name: row[name] for name in columns if isinstance(row, dict) and name in row}
+    if JSON not in row:
+        return drop_nulls(row)
+    row = parse_json(row[JSON].removeprefix("\ufeff"))  # a byte order mark
+    return row if isinstance(row, dict) else {}
 
 
 def drop_nulls(value: Any) -> Any:
@@ -468,27 +476,6 @@ def parse_json(text: str) -> Any:
         return json.loads(text)
     except json.JSONDecodeError:
         raise LeftOut("are broken JSON") from None
-
-
-def cache_key(
-    corpus: datasets.Dataset,
-    columns: list,
-    function: Callable,
-    tokenizer: Tokenizer,
-) -> str:
-    """Return a hash of all that the tokens of a corpus depend on.
-
-    NOTE: without a key of our own, datasets would hash the function. One that it cannot hash gets a
-    new key each time, so every rank and every run would tokenize again.
-    """
-    return fingerprint(
-        corpus._fingerprint,
-        columns,
-        sources_of(function),
-        tokenizer.special_tokens_map,
-        tokenizer.chat_template,
-        tokenizer.backend_tokenizer.to_str(),
-    )
 
 
 def load_documents(
@@ -511,14 +498,18 @@ def load_documents(
     corpus = open_dataset(config, columns, corpora)
     present = [column for column in [JSON, *columns] if column in corpus.column_names]
     if not present:
-        names = " or ".join(columns[:4])
-        refuse(f"--dataset {config.dataset} has no column {names}: {corpus.column_names}")
-    found_columns = corpus.column_names
-    if JSON in present:
-        with contextlib.suppress(LeftOut, IndexError, TypeError, ValueError):
-            found_columns = dict(parse_json(corpus[0][JSON]))
-    corpus = corpus.select_columns(present)
-    key = cache_key(corpus, columns, function, tokenizer)
+        wanted = " or ".join(columns[:4])
+        refuse(f"--dataset {config.dataset} has no column {wanted}: {corpus.column_names}")
+    # NOTE: without a key of our own, datasets would hash the function. One that it cannot hash gets
+    # a new key each time, so every rank and every run would tokenize again.
+    key = fingerprint(
+        corpus._fingerprint,
+        columns,
+        sources_of(function),
+        tokenizer.special_tokens_map,
+        tokenizer.chat_template,
+        tokenizer.backend_tokenizer.to_str(),
+    )
     # macOS cannot tell which CPUs a process may use.
     num_cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     # The first rank of a node does the work, and the others wait and read the cache. This happens
@@ -526,8 +517,8 @@ def load_documents(
     lock = filelock.FileLock(f"{datasets.config.HF_DATASETS_CACHE}/{key}.lock")
     # A full disk, or text that is not UTF-8. A bug in `function` shows its traceback.
     kinds = (OSError, UnicodeError, pyarrow.ArrowException)
-    with lock, refusing(f"--dataset {config.dataset} cannot be tokenized", *kinds):
-        documents = corpus.map(
+    with lock, refusing(f"--dataset {config.dataset} cannot be tokenized", kinds):
+        documents = corpus.select_columns(present).map(
             tokenize,
             # Each call takes as long as the tokens of a short document. The table that it returns
             # replaces the columns of the batch.
@@ -541,28 +532,30 @@ def load_documents(
             new_fingerprint=key,
             num_proc=min(num_cpus, len(corpus) // 1000),
         )
-    count_left_out(config, documents, found_columns)
+    count_left_out(config, documents, corpus)
     return documents
 
 
-def count_left_out(config: Any, documents: datasets.Dataset, columns: Iterable) -> None:
+def count_left_out(config: Any, documents: datasets.Dataset, corpus: datasets.Dataset) -> None:
     """Print how many documents are left out, and why; refuse a dataset of which none is left."""
-    reasons = {}
-    for column, what in ("note", "trained in part"), ("left_out", "left out"):
-        counts = documents.data[column].value_counts().to_pylist()
-        reasons = {each["values"]: each["counts"] for each in counts}
-        for reason, count in reasons.items():
-            if reason:
-                say(f"{count:,} documents are {what}, because they {reason}")
-    if reasons and "" not in reasons:
+    counts = documents.data["note"].value_counts().to_pylist()
+    notes = {each["values"]: each["counts"] for each in counts}
+    for note, count in notes.items():
+        if note:
+            say(f"{count:,} documents are {note}")
+    if notes and not np.any(documents.data["num_targets"]):
+        names = corpus.column_names
+        if JSON in names:
+            with suppress(LeftOut):
+                names = parse_row(corpus[0])
         refuse(
             f"--dataset {config.dataset} has fewer than two different documents with target "
-            f"tokens: all are left out, most because they {max(reasons, key=reasons.get)}. "
-            f"Its columns are {', '.join(columns)}; docs/data.md lists what is read"
+            f"tokens: most are {max(notes, key=notes.get)}. "
+            f"Its columns are {', '.join(names)}; docs/data.md lists what is read"
         )
 
 
-@dataclasses.dataclass
+@dataclass
 class Sequences:
     """Token sequences, each a whole document or a piece of one, memory-mapped from disk.
 
@@ -580,7 +573,7 @@ class Sequences:
         self.lengths = self.index.lengths
         self.num_targets = self.index.num_targets
 
-    def read(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, i: int) -> tuple:
         """Return tokens (int64) and loss mask (bool) of sequence i, [length + 1]."""
         document, start, length, _ = self.index[i].tolist()
         part = slice(start, start + length + 1)
@@ -604,9 +597,7 @@ class Sequences:
         return Sequences(self.documents, index)
 
 
-def train_validation_split(
-    documents: datasets.Dataset, validation_tokens: float
-) -> tuple[Sequences, Sequences]:
+def train_validation_split(documents: datasets.Dataset, validation_tokens: float) -> tuple:
     """Return the documents for training and for validation, in the order of their hashes.
 
     Held out are the documents with the smallest hashes: 2 % of all possible hashes, at most 5,000
@@ -626,10 +617,7 @@ def train_validation_split(
     number = table.group.searchsorted(limit, "right")
     training, held_out = index[number:], index[:number]
     if not len(training):
-        refuse(
-            "--dataset has fewer than two different documents with target tokens: see above "
-            "what is left out"
-        )
+        refuse("--dataset has fewer than two different documents with target tokens (see above)")
     enough = 1 + np.searchsorted(held_out.lengths.cumsum(), validation_tokens)
     return Sequences(documents, training), Sequences(documents, held_out[:enough])
 
@@ -646,7 +634,7 @@ def bucket(lengths: np.ndarray, budget: int) -> Iterator[slice]:
         start = stop
 
 
-def pack(lengths: np.ndarray, budget: int) -> list[list[int]]:
+def pack(lengths: np.ndarray, budget: int) -> list:
     """Pack descending lengths into micro-batches by best-fit decreasing (arXiv 2404.10830).
 
     Each sequence, the longest first, goes into the fullest micro-batch that has room for it.
@@ -663,7 +651,7 @@ def pack(lengths: np.ndarray, budget: int) -> list[list[int]]:
 # --- Batches: plan -> tensors ---------------------------------------------------------------------
 
 
-@dataclasses.dataclass
+@dataclass
 class GlobalBatch:
     """What one optimizer step trains on: this rank's micro-batches, and counts over all ranks.
 
@@ -675,14 +663,14 @@ class GlobalBatch:
         padding_fraction: padding, as a fraction of all positions.
     """
 
-    micro_batches: list[dict]
+    micro_batches: list
     num_targets: int
     num_tokens: int
     squared_lengths: int
     padding_fraction: float
 
 
-@dataclasses.dataclass
+@dataclass
 class Batches:
     """The endless stream of micro-batches: epoch after epoch, each with its own plan.
 
@@ -698,7 +686,7 @@ class Batches:
     config: Any
     padding_id: int
 
-    def plan(self, epoch: int) -> list[np.ndarray]:
+    def plan(self, epoch: int) -> list:
         """Return the micro-batches of an epoch, each an array of indices into `sequences`, int64.
 
         A pure function of lengths, flags and epoch. Micro-batches of all lengths are shuffled
@@ -723,7 +711,7 @@ class Batches:
             micro_batches += [window[part] for part in fill(lengths[window], budget)]
         return [micro_batches[i] for i in rng.permutation(len(micro_batches))]
 
-    def shape(self, indices: np.ndarray) -> tuple[int, int]:
+    def shape(self, indices: np.ndarray) -> tuple:
         """Return the number of sequences and the padded length of a micro-batch."""
         budget, multiple = self.config.micro_batch_tokens, self.config.pad_to_multiple_of
         if self.config.batching == "packed":
@@ -868,24 +856,20 @@ def fetch_weights(name: str, flag: str = "--init_from") -> str:
 
 
 def weights_fingerprint(directory: str) -> str:
-    """Return a hash of a directory's safetensors files, to refuse other files later. A collective.
+    """Return a hash of a directory's safetensors files, to refuse other files later.
 
-    The first rank of each node reads names, sizes, and the first and last MiB of each file, or all
-    of the files if they are below 1 GiB together. To read a large model would take minutes. Nodes
-    with other files get another hash, so compare it over the ranks.
+    Of each file it reads the name, the size, and the first and last MiB, or all if the files are
+    below 1 GiB together. To read a large model would take minutes.
     """
-    own = None
-    if os.environ["LOCAL_RANK"] == "0":
-        own = []
-        with refusing(f"cannot read {directory}"):
-            paths = sorted(Path(directory).glob("*.safetensors"))
-            small = sum(path.stat().st_size for path in paths) < 2**30
-            for path in paths:
-                content = np.memmap(path, mode="r")
-                part = content if small else np.append(content[: 2**20], content[-(2**20) :])
-                own += [path.name, len(content), xxhash.xxh3_128_hexdigest(part)]
-    first_of_node = dist.get_rank() - int(os.environ["LOCAL_RANK"])
-    return fingerprint(gather(own)[first_of_node])
+    read = []
+    with refusing(f"cannot read {directory}"):
+        paths = sorted(Path(directory).glob("*.safetensors"))
+        small = sum(path.stat().st_size for path in paths) < 2**30
+        for path in paths:
+            content = np.memmap(path, mode="r")
+            part = content if small else np.append(content[: 2**20], content[-(2**20) :])
+            read += [path.name, len(content), xxhash.xxh3_128_hexdigest(part)]
+    return fingerprint(read)
 
 
 def load_weights(model: nn.Module, directory: str, skip: tuple = ()) -> None:
@@ -933,16 +917,17 @@ PLAN = """max_length pad_to_multiple_of batching micro_batch_tokens global_batch
     init_from weights_hash model_hash tokenizer_hash data_hash""".split()
 
 
+@dataclass
 class ApplicationState(Stateful):
-    """Model and optimizer as one object, whose two methods `dcp.save` and `dcp.load` call.
+    """Model and optimizer as one object, whose two methods `dcp.save` and `dcp.load` can call.
 
     Tensors have the model's own parameter names and full shapes, whatever the strategy, so any
     script can load them at any world size. Learning rate and weight decay are not saved; a resumed
     run uses its own flags.
     """
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer):
-        self.model, self.optimizer = model, optimizer
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
 
     def state_dict(self) -> dict:
         # NOTE: before its first step an optimizer has no state, so a load would have nothing to
@@ -963,8 +948,6 @@ class ApplicationState(Stateful):
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load model and optimizer from a checkpoint of either style; each rank reads what it holds."""
     application = ApplicationState(model, optimizer)
-    if read_description(checkpoint)["checkpoint_style"] == "stateful":
-        return read_checkpoint(checkpoint, {"app": application})
     state_dict = application.state_dict()
     read_checkpoint(checkpoint, state_dict)
     application.load_state_dict(state_dict)
@@ -979,7 +962,7 @@ def read_description(checkpoint: Path) -> dict:
 def read_checkpoint(checkpoint: Path, state_dict: dict) -> None:
     """Fill the tensors of a state dict from a checkpoint of either style."""
     before = read_description(checkpoint)
-    if before["checkpoint_style"] == "stateful" and "app" not in state_dict:
+    if before["checkpoint_style"] == "stateful":
         state_dict = {"app": state_dict}
     optimizer = before.get("optimizer", "an unknown optimizer")
     with refusing(
@@ -1010,15 +993,16 @@ def sync_to_disk(path: Path) -> bool:
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory, or its name: NFS keeps files that somebody has open, and where they are.
+    """Remove a directory. First it gets another name, so that no half of it is left under its own.
 
-    A failure does not end the run.
+    NFS keeps files that somebody has open, and where they are. A failure does not end the run.
     """
-    shutil.rmtree(directory, ignore_errors=True)
-    with contextlib.suppress(OSError):  # usually it is gone
-        directory.rename(directory.with_name(f".{directory.name}.{time.time_ns()}"))
+    with suppress(OSError):  # usually it is gone
+        renamed = directory.rename(directory.with_suffix(f".{time.time_ns()}.tmp"))
+        shutil.rmtree(renamed, ignore_errors=True)
 
 
+@dataclass
 class Checkpoints:
     """The newest checkpoints in a directory, each complete or absent.
 
@@ -1033,17 +1017,14 @@ class Checkpoints:
         device: of the model.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        run_dir: Path,
-        facts: dict,
-        save_files: Callable[[Path], None],
-        device: torch.device,
-    ):
-        self.config, self.run_dir, self.facts = config, run_dir, facts
-        self.save_files, self.device = save_files, device
-        self.directory = run_dir / "checkpoints"
+    config: Any
+    run_dir: Path
+    facts: dict
+    save_files: Callable
+    device: torch.device
+
+    def __post_init__(self):
+        self.directory = self.run_dir / "checkpoints"
         self.newest = self.pending = None
         # A write runs in its own thread, with its own group: training continues meanwhile, and its
         # collectives must not mix with the write's.
@@ -1051,13 +1032,13 @@ class Checkpoints:
         self.thread = ThreadPoolExecutor(1)
         # Copies a state dict to CPU memory. NOTE: with a GPU that is the same, pinned memory each
         # time, so a copy is valid until the next one.
-        self.stager = dcp.staging.BlockingAsyncStager(device.type == "cuda")
+        self.stager = dcp.staging.BlockingAsyncStager(self.device.type == "cuda")
 
-    def complete(self) -> list[Path]:
+    def complete(self) -> list:
         """Return the complete checkpoints, newest first (eight digits sort as numbers)."""
         return sorted(self.directory.glob("step_????????"), reverse=True)
 
-    def find(self, resume: str, plan: list = PLAN) -> tuple[Path | None, dict]:
+    def find(self, resume: str, plan: list = PLAN) -> tuple:
         """Return the checkpoint that --resume asks for (None: start), and its progress.
 
         A collective. Nothing on disk changes.
@@ -1070,9 +1051,7 @@ class Checkpoints:
             Refusal: the facts differ, or run_dir is neither new, empty, nor this run's own.
         """
         with refusing(f"--run_dir {self.run_dir} cannot be read"):
-            complete = [self.complete()]
-        dist.broadcast_object_list(complete)  # a node could see another list
-        [own] = complete
+            own = gather(self.complete())[0]  # a node could see another list
         if resume == "auto":
             self.newest = own[0] if own else None
         elif resume != "never":
@@ -1093,7 +1072,7 @@ class Checkpoints:
             progress["metrics_bytes"] = 0
         return self.newest, progress
 
-    def refuse_foreign_directory(self, own: list[Path]) -> None:
+    def refuse_foreign_directory(self, own: list) -> None:
         """Refuse a run directory with results that this start would overwrite.
 
         A run that died before its first checkpoint may start again.
@@ -1142,7 +1121,7 @@ class Checkpoints:
                 torch.cuda.set_device(self.device)  # a new thread would use GPU 0
             if rank == 0:
                 for leftover in self.directory.glob("step_*.tmp"):
-                    shutil.rmtree(leftover, ignore_errors=True)  # of a run that died while writing
+                    remove(leftover)  # of a run that died while writing
                 self.save_files(temporary / "hf")
                 write_json(temporary / "checkpoint.json", self.facts | progress)
             dist.barrier(self.group)
@@ -1162,10 +1141,7 @@ class Checkpoints:
                 temporary.rename(final)
                 sync_to_disk(self.directory)
                 for old in self.complete()[self.config.keep_checkpoints :]:
-                    # Rename first, so that no half of it is left under its name. What cannot be
-                    # removed stays.
-                    with contextlib.suppress(OSError):
-                        shutil.rmtree(old.rename(old.with_suffix(".tmp")), ignore_errors=True)
+                    remove(old)
         self.newest = final
 
 
@@ -1177,7 +1153,7 @@ def export(
     directory: Path,
     dtype: str = "",
     hub_names: bool = False,
-    read: Callable[[Path, dict], None] = read_checkpoint,
+    read: Callable = read_checkpoint,
 ) -> None:
     """Write a checkpoint as a directory for AutoModelForCausalLM and AutoTokenizer, on one CPU.
 

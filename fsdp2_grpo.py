@@ -200,7 +200,7 @@ class Config(Flags):
 # --- Prompts --------------------------------------------------------------------------------------
 
 
-def read_prompt(row: dict) -> tuple[conversations.Messages, str]:
+def read_prompt(row: dict) -> tuple:
     """Return the messages of a row that are the prompt, and a reference answer.
 
     A last message of the assistant is the reference, unless there is a column `answer`. Without
@@ -480,7 +480,7 @@ def train_step(
     step: int,
     config: Config,
     device: torch.device,
-) -> dict[str, float]:
+) -> dict:
     """Run --inner_steps optimizer steps on a step's answers; returns what the last one measured.
 
     `model(**micro_batch)` returns the log-probabilities of the micro-batch's target tokens
@@ -741,13 +741,13 @@ class AnswerBatches(conversations.ConversationBatches):
         sequences = SimpleNamespace(lengths=lengths, num_targets=num_targets, read=self.read)
         super().__init__(sequences, run.config, run.tokenizer.eos_token_id)
 
-    def read(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def read(self, index: int) -> tuple:
         """Return the tokens of prompt and answer, and which of them are the answer's."""
         answer = self.answers[index]
         tokens = np.concatenate([answer.prompt, answer.tokens])
         return tokens, np.arange(len(tokens)) >= len(answer.prompt)
 
-    def collate(self, indices: np.ndarray) -> dict[str, Any]:
+    def collate(self, indices: np.ndarray) -> dict:
         """Add what the loss needs of all target tokens in order: `loss_arguments`.
 
         These are sampled_log_probs and advantages, float32, see `policy_loss`.
@@ -791,11 +791,11 @@ class AnswerLayer(DynamicLayer):
 
 def sample(
     model: nn.Module,
-    prompts: list[np.ndarray],
+    prompts: list,
     draws: np.ndarray,
-    end_ids: list[int],
+    end_ids: list,
     device: torch.device,
-) -> list[tuple[np.ndarray, np.ndarray]]:
+) -> list[tuple]:
     """Sample answers to prompts at temperature 1, each up to a token that ends the turn.
 
     Token t of answer i is where the cumulative probability exceeds draws[i, t]. So an answer does
@@ -837,7 +837,8 @@ def sample(
         ids = draw_tokens(logits, draws[unfinished, t])
         tokens[unfinished, t] = ids[:, 0]
         log_probs[unfinished, t] = logits.log_softmax(-1).gather(1, ids)[:, 0]
-        kept = torch.stack([ids[:, 0] != end for end in end_ids]).all(0).nonzero()[:, 0]
+        ended = sum(ids[:, 0] == end for end in end_ids)
+        kept = (ended == 0).nonzero()[:, 0]
         if len(kept) == 0:
             break
         if len(kept) < len(unfinished):  # an answer that has ended costs nothing more
@@ -863,11 +864,11 @@ def draw_tokens(logits: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
 def sample_groups(
     model: nn.Module,
     documents: common.Sequences,
-    chosen: list[int],
+    chosen: list,
     num_answers: int,
     step: int,
     run: Run,
-) -> list[list[Answer]]:
+) -> list:
     """Sample a group of answers to the prompt of each chosen document.
 
     The random numbers depend on the seed, the step and the document only: neither on the number of
@@ -902,11 +903,11 @@ def judge(run: Run, answer: Answer) -> Answer:
 def answer_prompts(
     model: nn.Module,
     documents: common.Sequences,
-    chosen: list[int],
+    chosen: list,
     num_answers: int,
     step: int,
     run: Run,
-) -> list[list[Answer]]:
+) -> list:
     """Return a group of answers, with rewards, to the prompt of each chosen document.
 
     Each rank samples and judges its share of them at its own pace. Then all ranks get all.
@@ -934,9 +935,7 @@ def answer_prompts(
     return [of_ranks[i % size][i // size] for i in range(len(chosen))]
 
 
-def roll_out(
-    model: nn.Module, documents: common.Sequences, step: int, run: Run
-) -> tuple[common.GlobalBatch, dict[str, float]]:
+def roll_out(model: nn.Module, documents: common.Sequences, step: int, run: Run) -> tuple:
     """Return the answers that a step trains on, to prompts chosen at random, and measurements."""
     started = time.perf_counter()
     config = run.config

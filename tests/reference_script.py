@@ -46,7 +46,6 @@ def load_documents(*_, **__) -> datasets.Dataset:
             "num_targets": sum(sequence["targets"]),
             "num_bytes": 0,
             "group": micro_batch,
-            "left_out": "",
         }
         for micro_batch, sequences in enumerate(sum(data["steps"], []))
         for sequence in sequences

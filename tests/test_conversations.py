@@ -356,8 +356,8 @@ def test_an_earlier_answer_is_not_trained_without_its_thought(tmp_path):
     tokenizer, *_ = made = tune_with(tmp_path, template)
     turns = [ONE[0], ONE[1] | {"thinking": "hm"}, ONE[0], ONE[1] | {"thinking": "so"}]
     assert in_loss({"messages": turns}, made) == "<think>so</think>b<|im_end|>\n"
-    note = "have earlier answers whose thoughts the chat template drops"
-    assert fsdp2_sft.tokenize_conversation({"messages": turns}, tokenizer)[4] == note
+    note = "trained in part, because they have earlier answers whose thoughts the chat template"
+    assert fsdp2_sft.tokenize_conversation({"messages": turns}, tokenizer)[4] == f"{note} drops"
     # Without a thought of its own, the earlier one is trained.
     row = {"messages": [*ONE, *turns[2:]]}
     assert in_loss(row, made) == "b<|im_end|>\n<think>so</think>b<|im_end|>\n"
@@ -554,7 +554,7 @@ def test_pairs_of_answers_are_left_out():
 
 
 def test_a_program_shows_what_becomes_of_rows(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
     import rows
 
     file = tmp_path / "a.jsonl"
@@ -670,8 +670,11 @@ def test_an_answer_ends_with_any_of_the_end_tokens(monkeypatch, base):
     """It samples no further, and gets its reward."""
     made, turn_end, _ = chat_tokenizer(flags_of(base), "known tokens")
     ends = [256, 300, turn_end]
-    run = SimpleNamespace(tokenizer=made, model_config=SimpleNamespace(eos_token_id=ends))
-    run.config = SimpleNamespace(rewarded=True)
+    run = SimpleNamespace(
+        tokenizer=made,
+        config=SimpleNamespace(rewarded=True),
+        model_config=SimpleNamespace(eos_token_id=ends),
+    )
     monkeypatch.setattr(fsdp2_grpo, "reward", lambda prompt, answer, reference: 1 + len(answer))
     one = np.array([65], np.uint32)
     for last, reward in *((end, 2.0) for end in ends), (66, 0.0):

@@ -616,7 +616,7 @@ def test_data_without_conversations_is_refused(tmp_path):
     # Where another thing is the reason, it is named.
     rows = [{"messages": said(("user", "<|im_end|>"), ("assistant", "b"))}] * 3
     line = refused(documents_of, write(tmp_path / "b.jsonl", rows))
-    assert "most because they spell out a special token" in line
+    assert "most are left out, because they spell out a special token" in line
 
 
 @pytest.mark.drill

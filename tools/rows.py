@@ -60,8 +60,8 @@ def became(row: dict, function: Callable, tokenizer: common.Tokenizer) -> tuple[
     rows = {common.JSON: [row]} if isinstance(row, str) else {key: [row[key]] for key in row}
     table = common.tokenize(rows, conversations.COLUMNS, function, tokenizer, np.uint32)
     [made] = table.to_pylist()
-    if made["left_out"]:
-        return "", f"left out: they {made['left_out']}"
+    if made["note"].startswith("left out"):
+        return "", made["note"].replace(", because", ":", 1)
     tokens, in_loss = np.array(made["tokens"]), np.array(made["in_loss"])
     text = tokenizer.decode(tokens[in_loss])
     if function is fsdp2_grpo.tokenize_prompt:
