@@ -109,7 +109,7 @@ class Config(Flags):
     """The flags of this script, beside the shared ones."""
 
     dataset: str | list[str] = flag(
-        ["stdlib-docstrings"],
+        "stdlib-docstrings",
         "stdlib-docstrings, a hub id, or .parquet or .jsonl files, globs, folders or URLs",
     )
     chat_template: Literal["own", "collection"] = flag(

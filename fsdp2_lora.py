@@ -102,7 +102,7 @@ class Config(Flags):
         "how the base is kept. auto: as --precision. nf4: adapted layers in 4 bits, the rest bf16",
     )
     dataset: str | list[str] = flag(
-        ["stdlib-docstrings"],
+        "stdlib-docstrings",
         "stdlib-docstrings, a hub id, or .parquet or .jsonl files, globs, folders or URLs",
     )
     chat_template: Literal["own", "collection"] = flag(

@@ -30,7 +30,6 @@ import torch.distributed.checkpoint as dcp
 import transformers
 import xxhash
 from pydantic import (
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -49,12 +48,11 @@ from common import Refusal, differences, fingerprint, gather, lost_connection, r
 
 def flag(default: Any, help: str) -> Any:
     """Declare a command-line flag: a dataclass field with a default and a help text."""
-    if isinstance(default, list):
-        return field(default_factory=default.copy, metadata={"help": help})
-    return field(default=default, metadata={"help": help})
+    # HfArgumentParser takes the default of a flag with several values from the metadata alone.
+    return field(default=default, metadata={"default": default, "help": help})
 
 
-@dataclass(config=ConfigDict(allow_inf_nan=False))
+@dataclass(config={"allow_inf_nan": False})
 class Flags:
     """The flags that all scripts share. A script's Config adds its own and changes defaults."""
 
@@ -72,7 +70,7 @@ class Flags:
     # data
     tokenizer: str = flag("bytes", "bytes, a tiktoken encoding (gpt2), or a directory or hub id")
     dataset: str | list[str] = flag(
-        ["stdlib"], "stdlib, a hub id, or .parquet .jsonl .json .txt files, globs, folders or URLs"
+        "stdlib", "stdlib, a hub id, or .parquet .jsonl .json .txt files, globs, folders or URLs"
     )
     dataset_config: str | None = flag(None, "configuration name of a hub dataset")
     dataset_revision: str | None = flag(None, "commit, tag or branch of a hub dataset")
@@ -157,9 +155,9 @@ class Flags:
 
     def __post_init__(self) -> None:
         multiple = self.pad_to_multiple_of
-        if math.ceil(self.max_length / multiple) * multiple > self.micro_batch_tokens:
+        if self.micro_batch_tokens // multiple * multiple < self.max_length:
             raise ValueError("--micro_batch_tokens cannot hold a padded sequence of --max_length")
-        if isinstance(self.dataset, list) and len(self.dataset) == 1:
+        if len(self.dataset) == 1:  # a list of one name
             [self.dataset] = self.dataset
         on_gpu = torch.cuda.is_available()
         if self.precision == "auto":
@@ -246,8 +244,7 @@ def default_learning_rate(config: Flags, num_parameters: int) -> float:
 
 def set_learning_rates(config: Flags, default: float, ratio: float = 50) -> None:
     """Fill in the peak and the minimum of the learning rate where no flag sets them."""
-    if config.learning_rate is None:
-        config.learning_rate = default
+    config.learning_rate = config.learning_rate or default
     if config.min_learning_rate is None:
         config.min_learning_rate = config.learning_rate / ratio
     if config.min_learning_rate > config.learning_rate:
@@ -257,7 +254,7 @@ def set_learning_rates(config: Flags, default: float, ratio: float = 50) -> None
 # --- How a process ends ---------------------------------------------------------------------------
 
 
-def launch(main: Callable[[], Callable | None]) -> None:
+def launch(main: Callable) -> None:
     """Run a script's `main`, and what it returns: a function that rank 0 ends the run with.
 
     The exit code is 2 for input that cannot work, and 1 for a failure once training has begun.
@@ -272,7 +269,9 @@ def launch(main: Callable[[], Callable | None]) -> None:
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": "0",
         }
-    end_with_torchrun()
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        # Have the kernel send SIGTERM when torchrun dies. Otherwise ranks would train on unseen.
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
     # Sequences of many lengths fragment the GPU's memory; expandable segments avoid that.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that are not UTF-8
@@ -326,15 +325,6 @@ def report(error: BaseException) -> None:
     get_error_handler().record_exception(error)
 
 
-def end_with_torchrun() -> None:
-    """Have the kernel send SIGTERM when torchrun dies. Otherwise ranks would train on unseen."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
-        # If it has died already, init has adopted this rank. (In containers, init can be torchrun.)
-        if os.getppid() == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes():
-            os._exit(1)
-
-
 def refuse_non_finite(step: int, loss: float, grad_norm: float) -> None:
     """End the run if the loss or the gradient norm is not finite. Call it before the update."""
     if not math.isfinite(loss + grad_norm):
@@ -353,12 +343,11 @@ def refuse_untrained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     names = {parameter: name for name, parameter in model.named_parameters()}
     optimized = [names[p] for group in optimizer.param_groups for p in group["params"]]
     trained = [names[parameter] for parameter in optimizer.state]
-    of_ranks = zip(*gather((optimized, trained)))
-    optimized, trained = (set().union(*names_of_ranks) for names_of_ranks in of_ranks)
-    nowhere = sorted(optimized - trained)
+    optimized, trained = zip(*gather((optimized, trained)))  # of each rank
+    nowhere = set().union(*optimized).difference(*trained)
     if nowhere:
         refuse(
-            f"no gradient reaches {', '.join(nowhere[:3])}: freeze what the model does not "
+            f"no gradient reaches {', '.join(sorted(nowhere)[:3])}: freeze what the model does not "
             "use, or leave layers whose forward it does not call out of --target"
         )
 
@@ -428,19 +417,14 @@ PEAK_TFLOPS = {
     "H[12]00 NVL": 835,
     "H100 PCIe": 756,
     "G?H[12]00": 989,
-    "H20": 148,
     "A100": 312,
-    "A30": 165,
-    "A40": 150,
     "A10G": 70,
     "A10": 125,
     "L40S": 362,
-    "L40": 181,
     "L4": 121,
     "RTX PRO 6000": 504,
     "RTX 6000 Ada": 364,
     "RTX A6000": 155,
-    "RTX A5000": 111,
     "RTX 5090$": 210,
     "RTX 4090$": 165,
     "RTX 3090$": 71,
@@ -465,12 +449,17 @@ class Run:
     """
 
     current = None  # the run of this process, once it trains
+    checkpoints = wandb = profiler = None
+    printed = -math.inf  # when a step was printed last: never
+    stop_signals = 0  # that this rank has received
+    stopping = False  # because any rank has received one
+    unvalidated = False  # a stop has cut off the validation of this step
 
     def __init__(
         self,
         config: Flags,
         model: transformers.PreTrainedModel,
-        flops: tuple[int, int, int],
+        flops: tuple,
         tokenizer: common.Tokenizer,
         documents: Any,
         device: torch.device,
@@ -481,14 +470,9 @@ class Run:
         self.model_config, self.generation_config = model.config, model.generation_config
         if config.init_from:  # export in the same dtype
             model.config.dtype = transformers.AutoConfig.from_pretrained(config.init_from).dtype
-        self.checkpoints = self.wandb = self.profiler = None
         self.metrics = open(os.devnull, "ab", buffering=0)  # rank 0 opens another file in `begin`
-        self.printed = -math.inf  # when a step was printed last: never
-        self.stop_signals = 0  # that this rank has received
-        self.stopping = False  # because any rank has received one
-        self.unvalidated = False  # a stop has cut off the validation of this step
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
-        self.peak = (config.peak_tflops or peak_tflops(gpu) or 0) * 1e12
+        self.peak = config.peak_tflops or peak_tflops(gpu)
 
         data = documents.data
         self.num_documents = np.count_nonzero(data["num_targets"])
@@ -577,9 +561,8 @@ class Run:
         common.remove(self.directory / "hf")  # of fewer steps
         # The script and the files beside it that it imports, as they run now.
         script = Path(sys.argv[0]).absolute()
-        modules = [getattr(module, "__file__", None) for module in sys.modules.values()]
-        for source in {script, *(Path(file) for file in modules if file)}:
-            if source.parent == script.parent:
+        for source in script.parent.glob("*.py"):
+            if source == script or source.stem in sys.modules:
                 shutil.copy(source, self.directory)
 
     def open_wandb(self, progress: dict) -> None:
@@ -658,7 +641,7 @@ class Run:
             "tokens_per_second": batch.num_tokens / seconds,
             "step_seconds": seconds,
             "data_seconds": data_seconds,
-            "mfu": flops / seconds / self.world_size / self.peak if self.peak else None,
+            "mfu": self.peak and flops / seconds / self.world_size / self.peak / 1e12,
             "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
             # Each time the allocator found no room and had to return its cache to the driver.
             "allocator_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
@@ -692,7 +675,7 @@ class Run:
         self,
         step: int,
         next_command: str,
-        read: Callable[[Path, dict], None] = common.read_checkpoint,
+        read: Callable = common.read_checkpoint,
     ) -> None:
         """End the run: rank 0 writes hf/ and says what is next. `read` is that of `export`."""
         config, checkpoint = self.config, self.checkpoints.newest
