@@ -183,13 +183,13 @@ class Config(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.reference_weight and not self.init_from:
-            raise ValueError("--reference_weight needs --init_from, which names the reference")
+            common.refuse("--reference_weight needs --init_from, which names the reference")
         if self.answer_length >= self.max_length:
-            raise ValueError("--answer_length leaves no room for a prompt in --max_length")
+            common.refuse("--answer_length leaves no room for a prompt in --max_length")
         if self.teacher_weight and not self.teacher:
-            raise ValueError("--teacher_weight needs --teacher")
+            common.refuse("--teacher_weight needs --teacher")
         if self.rewarded and self.answers == 1:
-            raise ValueError("--answers 1 has no mean reward to exceed; only a teacher alone can")
+            common.refuse("--answers 1 has no mean reward to exceed; only a teacher alone can")
 
     @property
     def rewarded(self) -> bool:
@@ -1065,7 +1065,7 @@ def main() -> partial | None:
     work = f"{config.prompts} prompts x {config.answers} answers per step, temperature 1"
     if config.cpu_offload:
         advise_on_threads()
-    run.begin(checkpoints, progress, mesh, work=work)
+    run.begin(checkpoints, progress, mesh, work)
     # Children that `reward` forks have to die of a signal that stops the run.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))

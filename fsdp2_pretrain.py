@@ -336,7 +336,8 @@ def main() -> partial | None:
     mesh = f"{config.dp_replicate} x {ranks // config.dp_replicate} shards"
     if config.cpu_offload:
         advise_on_threads()
-    run.begin(checkpoints, progress, mesh, accumulation)
+    work = f"{accumulation} micro-batches per rank and step, {config.global_batch_tokens:,} tokens"
+    run.begin(checkpoints, progress, mesh, work)
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]

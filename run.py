@@ -48,8 +48,7 @@ from common import Refusal, differences, fingerprint, gather, lost_connection, r
 
 def flag(default: Any, help: str) -> Any:
     """Declare a command-line flag: a dataclass field with a default and a help text."""
-    # HfArgumentParser takes the default of a flag with several values from the metadata alone.
-    return field(default=default, metadata={"default": default, "help": help})
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass(config={"allow_inf_nan": False})
@@ -60,8 +59,8 @@ class Flags:
     model: str = flag("tiny", "tiny, qwen2-0.5b, or a directory or hub id with a config.json")
     init_from: str | None = flag(
         None,
-        "weights to start from: a run directory, or a Hugging Face directory or hub id. Its model "
-        "and tokenizer replace --model and --tokenizer unless you set these",
+        "weights to start from: a run directory, or a Hugging Face directory or hub id; with its "
+        "model and tokenizer, unless you set others",
     )
     untested_model: bool = flag(
         False, "train a model type that was never compared with plain transformers, with a warning"
@@ -78,9 +77,7 @@ class Flags:
     max_length: PositiveInt = flag(512, "longest sequence in tokens; longer documents are split")
     pad_to_multiple_of: PositiveInt = flag(1, "round sequence lengths up to a multiple of this")
     batching: Literal["bucketed", "packed"] = flag(
-        "bucketed",
-        "bucketed: sequences of similar length, padded on the right. packed: whole documents "
-        "packed into one sequence, with attention within each document",
+        "bucketed", "padded sequences of similar length, or whole documents packed into one"
     )
     micro_batch_tokens: PositiveInt = flag(
         2048, "token positions of one forward pass of one rank, padding included"
@@ -99,9 +96,7 @@ class Flags:
         550, "optimizer steps of the whole run; 0 prepares the data and exits"
     )
     learning_rate: PositiveFloat | None = flag(
-        None,
-        "peak learning rate of AdamW. The default depends on the model: 3e-3 with fewer than 10 "
-        "million parameters, otherwise 3e-4; a tenth of that with --init_from",
+        None, "peak learning rate of AdamW; default: by the model's size, lower with --init_from"
     )
     min_learning_rate: NonNegativeFloat | None = flag(
         None, "learning rate at the end of the decay; default: a fiftieth of the peak"
@@ -124,9 +119,7 @@ class Flags:
     ] = flag("none", "none, full, selective, or the fraction of the blocks that recompute, 0 to 1")
     compile: bool = flag(False, "compile each transformer block")
     flash_attention: Literal["torch", "FA3", "FA4"] = flag(
-        "torch",
-        "attention kernels. torch: those that PyTorch ships. FA3, FA4: those of the flash-attn "
-        "packages (bf16 on Hopper; FA4 also on data-center Blackwell)",
+        "torch", "attention kernels: PyTorch's own, or FlashAttention 3 or 4 from its package"
     )
 
     # checkpoints
@@ -135,9 +128,7 @@ class Flags:
     )
     keep_checkpoints: PositiveInt = flag(2, "how many of the newest checkpoints to keep")
     checkpoint_style: Literal["stateful", "separate"] = flag(
-        "separate",
-        "stateful: model and optimizer in one Stateful object. separate: a state dict for each. "
-        "Every script reads both",
+        "separate", "model and optimizer as one Stateful object, or each as its own state dict"
     )
     async_checkpoint: bool = flag(False, "continue training while a checkpoint is written")
     resume: str = flag(
@@ -156,7 +147,7 @@ class Flags:
     def __post_init__(self) -> None:
         multiple = self.pad_to_multiple_of
         if self.micro_batch_tokens // multiple * multiple < self.max_length:
-            raise ValueError("--micro_batch_tokens cannot hold a padded sequence of --max_length")
+            refuse("--micro_batch_tokens cannot hold a padded sequence of --max_length")
         if len(self.dataset) == 1:  # a list of one name
             [self.dataset] = self.dataset
         on_gpu = torch.cuda.is_available()
@@ -164,7 +155,7 @@ class Flags:
             # GPUs before Ampere only emulate bf16.
             self.precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported(False) else "fp32"
         if self.flash_attention != "torch" and (self.precision == "fp32" or not on_gpu):
-            raise ValueError("--flash_attention FA3 and FA4 need a GPU and --precision bf16")
+            refuse("--flash_attention FA3 and FA4 need a GPU and --precision bf16")
 
 
 # The shared flags by subject: the first flag of each, as they stand in Flags.
@@ -178,21 +169,6 @@ SUBJECTS = {
 }
 
 
-def group_flags(parser: transformers.HfArgumentParser) -> None:
-    """Group the flags in --help: first those of the script and its other defaults, then by subject.
-
-    argparse offers no way to move a flag to another group, so this uses its private lists.
-    """
-    flags = parser._optionals._group_actions
-    own = group = parser.add_argument_group("this script's own flags and defaults")
-    for action in flags[1:]:  # after --help
-        if action.dest in SUBJECTS:
-            group = parser.add_argument_group(SUBJECTS[action.dest])
-        is_own = getattr(Flags, action.dest, group) != action.default
-        (own if is_own else group)._group_actions.append(action)
-    del flags[1:]
-
-
 def parse_config(config_class: type) -> Any:
     """Parse the command line into the script's Config."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
@@ -201,22 +177,29 @@ def parse_config(config_class: type) -> Any:
             f"srun runs this {tasks} times, each on its own: let it start torchrun (docs/runs.md)"
         )
     parser = transformers.HfArgumentParser(config_class, allow_abbrev=False)
-    group_flags(parser)
     parser.error = refuse
+    # Group the flags in --help: first those of the script and its other defaults, then by subject.
+    # argparse offers no way to move a flag to another group, so this uses its private lists.
+    flags = parser._optionals._group_actions
+    own = group = parser.add_argument_group("this script's own flags and defaults")
+    for action in flags[1:]:  # after --help
+        action.default = getattr(config_class, action.dest)  # it omits those of lists
+        if action.dest in SUBJECTS:
+            group = parser.add_argument_group(SUBJECTS[action.dest])
+        is_own = getattr(Flags, action.dest, group) != action.default
+        (own if is_own else group)._group_actions.append(action)
+    del flags[1:]
     try:
         config = config_class(**vars(parser.parse_args()))
     except ValidationError as error:
         problem = error.errors()[0]
-        # `loc` has the flag; it is empty if `__post_init__` raised the error.
-        name = "".join(f"--{name} " for name in problem["loc"])
-        refuse(name + problem["msg"].removeprefix("Value error, "))
+        refuse(f"--{problem['loc'][0]} {problem['msg']}")
     if config.init_from:
-        config.init_from = common.fetch_weights(config.init_from)
+        config.init_from = weights = common.fetch_weights(config.init_from)
         # Weights bring their architecture and tokenizer, unless the command line sets others.
-        given = {word.split("=")[0] for word in sys.argv}
-        for name in ("model", "tokenizer"):
-            if f"--{name}" not in given:
-                setattr(config, name, config.init_from)
+        parser.set_defaults(model=weights, tokenizer=weights)
+        given = parser.parse_args()
+        config.model, config.tokenizer = given.model, given.tokenizer
     return config
 
 
@@ -297,7 +280,7 @@ def launch(main: Callable) -> None:
 
 def report(error: BaseException) -> None:
     """Print why this rank ends, and leave it for the summary that torchrun prints at its end."""
-    message = "".join(traceback.format_exception(error))
+    message = traceback.format_exc()
     first = os.environ["LOCAL_RANK"] == "0"  # of the ranks of this node
     is_cause = first or dist.is_initialized()  # before they meet, all ranks fail at the same line
     if isinstance(error, Refusal):
@@ -312,16 +295,15 @@ def report(error: BaseException) -> None:
         )
     elif isinstance(error, torch.OutOfMemoryError):
         message += (
-            "error: out of GPU memory. In the order of what they cost: smaller "
-            "--micro_batch_tokens, --activation_checkpointing selective, then full, more ranks "
-            "that shard the model, --cpu_offload true"
+            "error: out of GPU memory. The cheapest first: smaller --micro_batch_tokens, "
+            "--activation_checkpointing selective, then full, more ranks, --cpu_offload true"
         )
     # torchrun kills every rank as soon as one exits, so the rank with the root cause prints first
     # and the others wait five seconds.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if not is_cause:
         time.sleep(5)
-    print(message, file=sys.stderr, flush=True)
+    print(message, file=sys.stderr)
     get_error_handler().record_exception(error)
 
 
@@ -340,14 +322,13 @@ def refuse_untrained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     The optimizer has no state for such a parameter, so no checkpoint could be resumed. Single ranks
     may lack gradients, as they may lack a shard.
     """
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    optimized = [names[p] for group in optimizer.param_groups for p in group["params"]]
-    trained = [names[parameter] for parameter in optimizer.state]
-    optimized, trained = zip(*gather((optimized, trained)))  # of each rank
-    nowhere = set().union(*optimized).difference(*trained)
+    trained = [name for name, p in model.named_parameters() if p in optimizer.state]
+    trained = set().union(*gather(trained))
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    nowhere = [name for name in trainable if name not in trained]
     if nowhere:
         refuse(
-            f"no gradient reaches {', '.join(sorted(nowhere)[:3])}: freeze what the model does not "
+            f"no gradient reaches {', '.join(nowhere[:3])}: freeze what the model does not "
             "use, or leave layers whose forward it does not call out of --target"
         )
 
@@ -450,6 +431,7 @@ class Run:
 
     current = None  # the run of this process, once it trains
     checkpoints = wandb = profiler = None
+    metrics = open(os.devnull, "a")  # rank 0 opens another file in `begin`
     printed = -math.inf  # when a step was printed last: never
     stop_signals = 0  # that this rank has received
     stopping = False  # because any rank has received one
@@ -470,7 +452,6 @@ class Run:
         self.model_config, self.generation_config = model.config, model.generation_config
         if config.init_from:  # export in the same dtype
             model.config.dtype = transformers.AutoConfig.from_pretrained(config.init_from).dtype
-        self.metrics = open(os.devnull, "ab", buffering=0)  # rank 0 opens another file in `begin`
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
         self.peak = config.peak_tflops or peak_tflops(gpu)
 
@@ -505,14 +486,13 @@ class Run:
         checkpoints: common.Checkpoints,
         progress: dict,
         mesh: str,
-        number: int = 1,
-        work: str = "",
+        work: str,
     ) -> None:
         """Start training after `progress`: all checks have passed. A collective.
 
         Rank 0 locks the directory, drops the lines of metrics.jsonl that the checkpoint did not
-        have, and says what begins: on which mesh, with which number of micro-batches per rank and
-        step, or with which other `work`. From here on signals only request a stop.
+        have, and says what begins: on which mesh, and the `work` of a step. From here on signals
+        only request a stop.
         """
         config = self.config
         for group in dist.distributed_c10d._world.pg_map:  # those of a mesh have torch's default
@@ -520,16 +500,12 @@ class Run:
         for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signal_number, self.request_stop)
         if self.rank == 0:
-            where = f"--run_dir {self.directory} cannot be written or is in use"
-            with refusing(where, OSError):
+            with refusing(f"--run_dir {self.directory} cannot be written or is in use", OSError):
                 self.open_files(progress)
             if config.wandb_project:
                 self.open_wandb(progress)
         if checkpoints.newest:
             say(f"resuming from {checkpoints.newest}")
-        work = work or (
-            f"{number} micro-batches per rank and step, {config.global_batch_tokens:,} tokens"
-        )
         say(
             f"{self.facts['parameters']:,} parameters, {self.num_documents:,} documents, "
             f"{self.num_tokens:,} tokens; writing {config.run_dir}\n"
@@ -548,7 +524,7 @@ class Run:
     def open_files(self, progress: dict) -> None:
         """Lock the directory, and write to it all that is known before the first step."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.metrics = open(f"{self.directory}/metrics.jsonl", "ab", buffering=0)
+        self.metrics = open(f"{self.directory}/metrics.jsonl", "a", buffering=1)
         try:
             # This lock ends with the process, however it dies. Forks do not inherit it.
             fcntl.lockf(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -615,7 +591,7 @@ class Run:
 
     def log(self, line: dict) -> None:
         """Write a line of metrics.jsonl, and log it to Weights & Biases."""
-        self.metrics.write((json.dumps(line) + "\n").encode())
+        print(json.dumps(line), file=self.metrics)
         if self.wandb:
             self.wandb.log(line, step=line["step"])  # it ignores what a resumed run repeats
 
