@@ -58,9 +58,7 @@ class Flags:
     # model
     model: str = flag("tiny", "tiny, qwen2-0.5b, or a directory or hub id with a config.json")
     init_from: str | None = flag(
-        None,
-        "weights to start from: a run directory, or a Hugging Face directory or hub id; with its "
-        "model and tokenizer, unless you set others",
+        None, "start from the weights, model and tokenizer of a run directory or Hugging Face model"
     )
     untested_model: bool = flag(
         False, "train a model type that was never compared with plain transformers, with a warning"
@@ -481,13 +479,7 @@ class Run:
         self.generation_config.to_json_file(directory / "generation_config.json")
         common.save_tokenizer(self.tokenizer, directory)
 
-    def begin(
-        self,
-        checkpoints: common.Checkpoints,
-        progress: dict,
-        mesh: str,
-        work: str,
-    ) -> None:
+    def begin(self, checkpoints: common.Checkpoints, progress: dict, mesh: str, work: str) -> None:
         """Start training after `progress`: all checks have passed. A collective.
 
         Rank 0 locks the directory, drops the lines of metrics.jsonl that the checkpoint did not
@@ -647,12 +639,7 @@ class Run:
         self.log(line)
         say(f"step {step}: validation loss {loss:.4f}")
 
-    def finish(
-        self,
-        step: int,
-        next_command: str,
-        read: Callable = common.read_checkpoint,
-    ) -> None:
+    def finish(self, step: int, next_command: str, read: Callable = common.read_checkpoint) -> None:
         """End the run: rank 0 writes hf/ and says what is next. `read` is that of `export`."""
         config, checkpoint = self.config, self.checkpoints.newest
         if config.checkpoint_every == 0:
