@@ -129,6 +129,12 @@ def say(text: str) -> None:
         sys.stdout = open(os.devnull, "w")
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: "1 rank", "2,000 batches"."""
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending * (number != 1)}"
+
+
 def gather(value: Any) -> list:
     """Return the values of all ranks. A collective."""
     values = [None] * dist.get_world_size()
@@ -542,7 +548,7 @@ def count_left_out(config: Any, documents: datasets.Dataset, corpus: datasets.Da
     notes = {each["values"]: each["counts"] for each in counts}
     for note, count in notes.items():
         if note:
-            say(f"{count:,} documents are {note}")
+            say(f"{counted(count, 'document')} {'is' if count == 1 else 'are'} {note}")
     if notes and not np.any(documents.data["num_targets"]):
         names = corpus.column_names
         if JSON in names:

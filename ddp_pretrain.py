@@ -284,7 +284,9 @@ def main() -> partial | None:
         common.load_checkpoint(checkpoint, model, optimizer)
     elif config.init_from:
         common.load_weights(model, config.init_from)
-    run.begin(checkpoints, progress, f"{ranks} replicas", accumulation)
+    micro_batches = common.counted(accumulation, "micro-batch")
+    work = f"{micro_batches} per rank and step, {config.global_batch_tokens:,} tokens"
+    run.begin(checkpoints, progress, common.counted(ranks, "replica"), work)
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]

@@ -95,11 +95,11 @@ class Config(Flags):
         world_size = int(os.environ.get("WORLD_SIZE", 1))
         alone = world_size > 1 and os.environ["LOCAL_WORLD_SIZE"] == "1"
         if alone and self.sharding_strategy == "hybrid_shard":
-            raise ValueError("--sharding_strategy hybrid_shard: FSDP1 needs 2 ranks on each node")
+            common.refuse("--sharding_strategy hybrid_shard: FSDP1 needs 2 ranks on each node")
         # The compiler cannot trace bf16 parameters with fp32 gradients from another micro-batch.
         accumulates = self.global_batch_tokens > self.micro_batch_tokens * world_size
         if accumulates and self.compile and self.precision == "bf16":
-            raise ValueError("--compile in bf16 needs one micro-batch per rank under FSDP1")
+            common.refuse("--compile in bf16 needs one micro-batch per rank under FSDP1")
 
 
 # --- Strategy -------------------------------------------------------------------------------------
@@ -319,7 +319,9 @@ def main() -> partial | None:
         common.load_checkpoint(checkpoint, model, optimizer)
     elif config.init_from:
         common.load_weights(model, config.init_from)
-    run.begin(checkpoints, progress, config.sharding_strategy, accumulation)
+    micro_batches = common.counted(accumulation, "micro-batch")
+    work = f"{micro_batches} per rank and step, {config.global_batch_tokens:,} tokens"
+    run.begin(checkpoints, progress, config.sharding_strategy, work)
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]

@@ -118,9 +118,9 @@ class Config(Flags):
         super().__post_init__()
         if self.context_attention == "ring":
             if self.batching == "packed":
-                raise ValueError("--context_attention ring does not support --batching packed")
+                common.refuse("--context_attention ring does not support --batching packed")
             if self.precision == "fp32" and torch.cuda.is_available():
-                raise ValueError("--context_attention ring needs --precision bf16 on GPUs")
+                common.refuse("--context_attention ring needs --precision bf16 on GPUs")
 
 
 # --- Strategy -------------------------------------------------------------------------------------
@@ -608,8 +608,10 @@ def main() -> partial | None:
         common.load_checkpoint(checkpoint, model, optimizer)
     elif config.init_from:
         common.load_weights(model, config.init_from)
-    mesh = f"{dp_size} CP groups of {config.context_parallel}"
-    run.begin(checkpoints, progress, mesh, accumulation)
+    mesh = f"{common.counted(dp_size, 'CP group')} of {config.context_parallel}"
+    micro_batches = common.counted(accumulation, "micro-batch")
+    work = f"{micro_batches} per rank and step, {config.global_batch_tokens:,} tokens"
+    run.begin(checkpoints, progress, mesh, work)
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]

@@ -114,7 +114,7 @@ class Config(Flags):
         # The compiler has to leave out the dispatch of tokens. It cannot do that in a block that
         # is recomputed, and would silently compile nothing.
         if self.compile and self.activation_checkpointing != "none":
-            raise ValueError("--compile needs --activation_checkpointing none")
+            common.refuse("--compile needs --activation_checkpointing none")
 
 
 # --- Strategy -------------------------------------------------------------------------------------
@@ -571,7 +571,9 @@ def main() -> partial | None:
     elif config.init_from:
         common.load_weights(model, config.init_from)
     mesh = f"{ranks // config.expert_parallel} EP groups of {config.expert_parallel}"
-    run.begin(checkpoints, progress, mesh, accumulation)
+    micro_batches = common.counted(accumulation, "micro-batch")
+    work = f"{micro_batches} per rank and step, {config.global_batch_tokens:,} tokens"
+    run.begin(checkpoints, progress, mesh, work)
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]

@@ -109,7 +109,7 @@ class Config(Flags):
     """The flags of this script, beside the shared ones."""
 
     dataset: str | list[str] = flag(
-        ["stdlib-docstrings"],
+        "stdlib-docstrings",
         "stdlib-docstrings, a hub id, or .parquet or .jsonl files, globs, folders or URLs",
     )
     chat_template: Literal["own", "collection"] = flag(
@@ -183,13 +183,13 @@ class Config(Flags):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.reference_weight and not self.init_from:
-            raise ValueError("--reference_weight needs --init_from, which names the reference")
+            common.refuse("--reference_weight needs --init_from, which names the reference")
         if self.answer_length >= self.max_length:
-            raise ValueError("--answer_length leaves no room for a prompt in --max_length")
+            common.refuse("--answer_length leaves no room for a prompt in --max_length")
         if self.teacher_weight and not self.teacher:
-            raise ValueError("--teacher_weight needs --teacher")
+            common.refuse("--teacher_weight needs --teacher")
         if self.rewarded and self.answers == 1:
-            raise ValueError("--answers 1 has no mean reward to exceed; only a teacher alone can")
+            common.refuse("--answers 1 has no mean reward to exceed; only a teacher alone can")
 
     @property
     def rewarded(self) -> bool:
@@ -262,7 +262,9 @@ def leave_out_long(documents: common.Sequences, config: Config) -> common.Sequen
     """Return the documents whose prompts leave room for an answer."""
     longest = config.max_length - config.answer_length
     fits = documents.lengths + 1 - documents.num_targets <= longest
-    common.say(f"{(~fits).sum():,} prompts are left out, because they exceed {longest:,} tokens")
+    if not fits.all():
+        number = common.counted((~fits).sum(), "prompt")
+        common.say(f"{number} left out, because of more than {longest:,} tokens")
     if not fits.any():
         common.refuse(f"--max_length {config.max_length} leaves no prompt; use a larger one")
     return common.Sequences(documents.documents, documents.index[fits])
@@ -1064,7 +1066,7 @@ def main() -> partial | None:
     work = f"{config.prompts} prompts x {config.answers} answers per step, temperature 1"
     if config.cpu_offload:
         advise_on_threads()
-    run.begin(checkpoints, progress, mesh, work=work)
+    run.begin(checkpoints, progress, mesh, work)
     # Children that `reward` forks have to die of a signal that stops the run.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         os.register_at_fork(after_in_child=partial(signal.signal, number, signal.SIG_DFL))

@@ -102,7 +102,7 @@ class Config(Flags):
         "how the base is kept. auto: as --precision. nf4: adapted layers in 4 bits, the rest bf16",
     )
     dataset: str | list[str] = flag(
-        ["stdlib-docstrings"],
+        "stdlib-docstrings",
         "stdlib-docstrings, a hub id, or .parquet or .jsonl files, globs, folders or URLs",
     )
     chat_template: Literal["own", "collection"] = flag(
@@ -710,7 +710,9 @@ def main() -> partial | None:
     mesh = f"{config.dp_replicate} x {ranks // config.dp_replicate} shards"
     if config.cpu_offload:
         advise_on_threads()
-    run.begin(checkpoints, progress, mesh, accumulation)
+    micro_batches = common.counted(accumulation, "micro-batch")
+    work = f"{micro_batches} per rank and step, {config.global_batch_tokens:,} tokens"
+    run.begin(checkpoints, progress, mesh, work)
     if rank == 0:
         common.remove(run.directory / "adapter")  # of fewer steps
 

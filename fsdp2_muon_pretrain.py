@@ -561,7 +561,9 @@ def main() -> partial | None:
     mesh = f"{config.dp_replicate} x {ranks // config.dp_replicate} shards"
     if config.cpu_offload:
         advise_on_threads()
-    run.begin(checkpoints, progress, mesh, accumulation)
+    micro_batches = common.counted(accumulation, "micro-batch")
+    work = f"{micro_batches} per rank and step, {config.global_batch_tokens:,} tokens"
+    run.begin(checkpoints, progress, mesh, work)
     common.say(f"Muon with momentum {config.momentum:g} for the matrices of the blocks")
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.

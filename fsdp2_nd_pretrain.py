@@ -109,7 +109,7 @@ class Config(Flags):
         # torch 2.13 cannot compile DTensors under full activation checkpointing.
         recomputes = self.activation_checkpointing not in ("none", "selective")
         if self.compile and self.tensor_parallel > 1 and recomputes:
-            raise ValueError("--compile needs --activation_checkpointing none or selective")
+            common.refuse("--compile needs --activation_checkpointing none or selective")
 
 
 # --- Strategy -------------------------------------------------------------------------------------
@@ -741,7 +741,9 @@ def main() -> partial | None:
     elif config.init_from:
         common.load_weights(model, config.init_from)
     mesh = f"{dp_size} data-parallel x {ranks // dp_size}"
-    run.begin(checkpoints, progress, mesh, accumulation)
+    micro_batches = common.counted(accumulation, "micro-batch")
+    work = f"{micro_batches} per rank and step, {config.global_batch_tokens:,} tokens"
+    run.begin(checkpoints, progress, mesh, work)
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]

@@ -110,10 +110,10 @@ class Config(Flags):
         """Check how flags fit together."""
         super().__post_init__()
         if self.schedule == "interleaved" and self.pipeline_parallel == 1:
-            raise ValueError("--schedule interleaved needs --pipeline_parallel 2 or more")
+            common.refuse("--schedule interleaved needs --pipeline_parallel 2 or more")
         selective = self.activation_checkpointing == "selective"
         if self.schedule == "zero_bubble" and (self.compile or selective):
-            raise ValueError(
+            common.refuse(
                 "--schedule zero_bubble works neither with --compile nor with "
                 "--activation_checkpointing selective, because it splits backward"
             )
@@ -594,7 +594,9 @@ def main() -> partial | None:
     mesh = f"{stages} stages x {replicas} x {dp_size // replicas} shards"
     if config.cpu_offload:
         advise_on_threads()
-    run.begin(checkpoints, progress, mesh, accumulation)
+    micro_batches = common.counted(accumulation, "micro-batch")
+    work = f"{micro_batches} per rank and step, {config.global_batch_tokens:,} tokens"
+    run.begin(checkpoints, progress, mesh, work)
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]

@@ -30,7 +30,6 @@ import torch.distributed.checkpoint as dcp
 import transformers
 import xxhash
 from pydantic import (
-    ConfigDict,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -42,28 +41,34 @@ from pydantic.dataclasses import dataclass
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 import common
-from common import Refusal, differences, fingerprint, gather, lost_connection, refuse, refusing, say
+from common import (
+    Refusal,
+    counted,
+    differences,
+    fingerprint,
+    gather,
+    lost_connection,
+    refuse,
+    refusing,
+    say,
+)
 
 # --- Flags ----------------------------------------------------------------------------------------
 
 
 def flag(default: Any, help: str) -> Any:
     """Declare a command-line flag: a dataclass field with a default and a help text."""
-    if isinstance(default, list):
-        return field(default_factory=default.copy, metadata={"help": help})
     return field(default=default, metadata={"help": help})
 
 
-@dataclass(config=ConfigDict(allow_inf_nan=False))
+@dataclass(config={"allow_inf_nan": False})
 class Flags:
     """The flags that all scripts share. A script's Config adds its own and changes defaults."""
 
     # model
     model: str = flag("tiny", "tiny, qwen2-0.5b, or a directory or hub id with a config.json")
     init_from: str | None = flag(
-        None,
-        "weights to start from: a run directory, or a Hugging Face directory or hub id. Its model "
-        "and tokenizer replace --model and --tokenizer unless you set these",
+        None, "start from the weights, model and tokenizer of a run directory or Hugging Face model"
     )
     untested_model: bool = flag(
         False, "train a model type that was never compared with plain transformers, with a warning"
@@ -72,7 +77,7 @@ class Flags:
     # data
     tokenizer: str = flag("bytes", "bytes, a tiktoken encoding (gpt2), or a directory or hub id")
     dataset: str | list[str] = flag(
-        ["stdlib"], "stdlib, a hub id, or .parquet .jsonl .json .txt files, globs, folders or URLs"
+        "stdlib", "stdlib, a hub id, or .parquet .jsonl .json .txt files, globs, folders or URLs"
     )
     dataset_config: str | None = flag(None, "configuration name of a hub dataset")
     dataset_revision: str | None = flag(None, "commit, tag or branch of a hub dataset")
@@ -80,9 +85,7 @@ class Flags:
     max_length: PositiveInt = flag(512, "longest sequence in tokens; longer documents are split")
     pad_to_multiple_of: PositiveInt = flag(1, "round sequence lengths up to a multiple of this")
     batching: Literal["bucketed", "packed"] = flag(
-        "bucketed",
-        "bucketed: sequences of similar length, padded on the right. packed: whole documents "
-        "packed into one sequence, with attention within each document",
+        "bucketed", "padded sequences of similar length, or whole documents packed into one"
     )
     micro_batch_tokens: PositiveInt = flag(
         2048, "token positions of one forward pass of one rank, padding included"
@@ -101,9 +104,7 @@ class Flags:
         550, "optimizer steps of the whole run; 0 prepares the data and exits"
     )
     learning_rate: PositiveFloat | None = flag(
-        None,
-        "peak learning rate of AdamW. The default depends on the model: 3e-3 with fewer than 10 "
-        "million parameters, otherwise 3e-4; a tenth of that with --init_from",
+        None, "peak learning rate of AdamW; default: by the model's size, lower with --init_from"
     )
     min_learning_rate: NonNegativeFloat | None = flag(
         None, "learning rate at the end of the decay; default: a fiftieth of the peak"
@@ -126,9 +127,7 @@ class Flags:
     ] = flag("none", "none, full, selective, or the fraction of the blocks that recompute, 0 to 1")
     compile: bool = flag(False, "compile each transformer block")
     flash_attention: Literal["torch", "FA3", "FA4"] = flag(
-        "torch",
-        "attention kernels. torch: those that PyTorch ships. FA3, FA4: those of the flash-attn "
-        "packages (bf16 on Hopper; FA4 also on data-center Blackwell)",
+        "torch", "attention kernels: PyTorch's own, or FlashAttention 3 or 4 from its package"
     )
 
     # checkpoints
@@ -137,9 +136,7 @@ class Flags:
     )
     keep_checkpoints: PositiveInt = flag(2, "how many of the newest checkpoints to keep")
     checkpoint_style: Literal["stateful", "separate"] = flag(
-        "separate",
-        "stateful: model and optimizer in one Stateful object. separate: a state dict for each. "
-        "Every script reads both",
+        "separate", "model and optimizer as one Stateful object, or each as its own state dict"
     )
     async_checkpoint: bool = flag(False, "continue training while a checkpoint is written")
     resume: str = flag(
@@ -157,16 +154,16 @@ class Flags:
 
     def __post_init__(self) -> None:
         multiple = self.pad_to_multiple_of
-        if math.ceil(self.max_length / multiple) * multiple > self.micro_batch_tokens:
-            raise ValueError("--micro_batch_tokens cannot hold a padded sequence of --max_length")
-        if isinstance(self.dataset, list) and len(self.dataset) == 1:
+        if self.micro_batch_tokens // multiple * multiple < self.max_length:
+            refuse("--micro_batch_tokens cannot hold a padded sequence of --max_length")
+        if len(self.dataset) == 1:  # a list of one name
             [self.dataset] = self.dataset
         on_gpu = torch.cuda.is_available()
         if self.precision == "auto":
             # GPUs before Ampere only emulate bf16.
             self.precision = "bf16" if on_gpu and torch.cuda.is_bf16_supported(False) else "fp32"
         if self.flash_attention != "torch" and (self.precision == "fp32" or not on_gpu):
-            raise ValueError("--flash_attention FA3 and FA4 need a GPU and --precision bf16")
+            refuse("--flash_attention FA3 and FA4 need a GPU and --precision bf16")
 
 
 # The shared flags by subject: the first flag of each, as they stand in Flags.
@@ -180,21 +177,6 @@ SUBJECTS = {
 }
 
 
-def group_flags(parser: transformers.HfArgumentParser) -> None:
-    """Group the flags in --help: first those of the script and its other defaults, then by subject.
-
-    argparse offers no way to move a flag to another group, so this uses its private lists.
-    """
-    flags = parser._optionals._group_actions
-    own = group = parser.add_argument_group("this script's own flags and defaults")
-    for action in flags[1:]:  # after --help
-        if action.dest in SUBJECTS:
-            group = parser.add_argument_group(SUBJECTS[action.dest])
-        is_own = getattr(Flags, action.dest, group) != action.default
-        (own if is_own else group)._group_actions.append(action)
-    del flags[1:]
-
-
 def parse_config(config_class: type) -> Any:
     """Parse the command line into the script's Config."""
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
@@ -203,22 +185,29 @@ def parse_config(config_class: type) -> Any:
             f"srun runs this {tasks} times, each on its own: let it start torchrun (docs/runs.md)"
         )
     parser = transformers.HfArgumentParser(config_class, allow_abbrev=False)
-    group_flags(parser)
     parser.error = refuse
+    # Group the flags in --help: first those of the script and its other defaults, then by subject.
+    # argparse offers no way to move a flag to another group, so this uses its private lists.
+    flags = parser._optionals._group_actions
+    own = group = parser.add_argument_group("this script's own flags and defaults")
+    for action in flags[1:]:  # after --help
+        action.default = getattr(config_class, action.dest)  # it omits those of lists
+        if action.dest in SUBJECTS:
+            group = parser.add_argument_group(SUBJECTS[action.dest])
+        is_own = getattr(Flags, action.dest, group) != action.default
+        (own if is_own else group)._group_actions.append(action)
+    del flags[1:]
     try:
         config = config_class(**vars(parser.parse_args()))
     except ValidationError as error:
         problem = error.errors()[0]
-        # `loc` has the flag; it is empty if `__post_init__` raised the error.
-        name = "".join(f"--{name} " for name in problem["loc"])
-        refuse(name + problem["msg"].removeprefix("Value error, "))
+        refuse(f"--{problem['loc'][0]} {problem['msg']}")
     if config.init_from:
-        config.init_from = common.fetch_weights(config.init_from)
+        config.init_from = weights = common.fetch_weights(config.init_from)
         # Weights bring their architecture and tokenizer, unless the command line sets others.
-        given = {word.split("=")[0] for word in sys.argv}
-        for name in ("model", "tokenizer"):
-            if f"--{name}" not in given:
-                setattr(config, name, config.init_from)
+        parser.set_defaults(model=weights, tokenizer=weights)
+        given = parser.parse_args()
+        config.model, config.tokenizer = given.model, given.tokenizer
     return config
 
 
@@ -246,8 +235,7 @@ def default_learning_rate(config: Flags, num_parameters: int) -> float:
 
 def set_learning_rates(config: Flags, default: float, ratio: float = 50) -> None:
     """Fill in the peak and the minimum of the learning rate where no flag sets them."""
-    if config.learning_rate is None:
-        config.learning_rate = default
+    config.learning_rate = config.learning_rate or default
     if config.min_learning_rate is None:
         config.min_learning_rate = config.learning_rate / ratio
     if config.min_learning_rate > config.learning_rate:
@@ -257,7 +245,7 @@ def set_learning_rates(config: Flags, default: float, ratio: float = 50) -> None
 # --- How a process ends ---------------------------------------------------------------------------
 
 
-def launch(main: Callable[[], Callable | None]) -> None:
+def launch(main: Callable) -> None:
     """Run a script's `main`, and what it returns: a function that rank 0 ends the run with.
 
     The exit code is 2 for input that cannot work, and 1 for a failure once training has begun.
@@ -272,7 +260,9 @@ def launch(main: Callable[[], Callable | None]) -> None:
             "MASTER_ADDR": "localhost",
             "MASTER_PORT": "0",
         }
-    end_with_torchrun()
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        # Have the kernel send SIGTERM when torchrun dies. Otherwise ranks would train on unseen.
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
     # Sequences of many lengths fragment the GPU's memory; expandable segments avoid that.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that are not UTF-8
@@ -298,7 +288,7 @@ def launch(main: Callable[[], Callable | None]) -> None:
 
 def report(error: BaseException) -> None:
     """Print why this rank ends, and leave it for the summary that torchrun prints at its end."""
-    message = "".join(traceback.format_exception(error))
+    message = traceback.format_exc()
     first = os.environ["LOCAL_RANK"] == "0"  # of the ranks of this node
     is_cause = first or dist.is_initialized()  # before they meet, all ranks fail at the same line
     if isinstance(error, Refusal):
@@ -313,26 +303,16 @@ def report(error: BaseException) -> None:
         )
     elif isinstance(error, torch.OutOfMemoryError):
         message += (
-            "error: out of GPU memory. In the order of what they cost: smaller "
-            "--micro_batch_tokens, --activation_checkpointing selective, then full, more ranks "
-            "that shard the model, --cpu_offload true"
+            "error: out of GPU memory. The cheapest first: smaller --micro_batch_tokens, "
+            "--activation_checkpointing selective, then full, more ranks, --cpu_offload true"
         )
     # torchrun kills every rank as soon as one exits, so the rank with the root cause prints first
     # and the others wait five seconds.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if not is_cause:
         time.sleep(5)
-    print(message, file=sys.stderr, flush=True)
+    print(message, file=sys.stderr)
     get_error_handler().record_exception(error)
-
-
-def end_with_torchrun() -> None:
-    """Have the kernel send SIGTERM when torchrun dies. Otherwise ranks would train on unseen."""
-    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
-        # If it has died already, init has adopted this rank. (In containers, init can be torchrun.)
-        if os.getppid() == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes():
-            os._exit(1)
 
 
 def refuse_non_finite(step: int, loss: float, grad_norm: float) -> None:
@@ -350,12 +330,10 @@ def refuse_untrained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     The optimizer has no state for such a parameter, so no checkpoint could be resumed. Single ranks
     may lack gradients, as they may lack a shard.
     """
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    optimized = [names[p] for group in optimizer.param_groups for p in group["params"]]
-    trained = [names[parameter] for parameter in optimizer.state]
-    of_ranks = zip(*gather((optimized, trained)))
-    optimized, trained = (set().union(*names_of_ranks) for names_of_ranks in of_ranks)
-    nowhere = sorted(optimized - trained)
+    trained = [name for name, p in model.named_parameters() if p in optimizer.state]
+    trained = set().union(*gather(trained))
+    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
+    nowhere = [name for name in trainable if name not in trained]
     if nowhere:
         refuse(
             f"no gradient reaches {', '.join(nowhere[:3])}: freeze what the model does not "
@@ -428,19 +406,14 @@ PEAK_TFLOPS = {
     "H[12]00 NVL": 835,
     "H100 PCIe": 756,
     "G?H[12]00": 989,
-    "H20": 148,
     "A100": 312,
-    "A30": 165,
-    "A40": 150,
     "A10G": 70,
     "A10": 125,
     "L40S": 362,
-    "L40": 181,
     "L4": 121,
     "RTX PRO 6000": 504,
     "RTX 6000 Ada": 364,
     "RTX A6000": 155,
-    "RTX A5000": 111,
     "RTX 5090$": 210,
     "RTX 4090$": 165,
     "RTX 3090$": 71,
@@ -465,12 +438,18 @@ class Run:
     """
 
     current = None  # the run of this process, once it trains
+    checkpoints = wandb = profiler = None
+    metrics = open(os.devnull, "a")  # rank 0 opens another file in `begin`
+    printed = -math.inf  # when a step was printed last: never
+    stop_signals = 0  # that this rank has received
+    stopping = False  # because any rank has received one
+    unvalidated = False  # a stop has cut off the validation of this step
 
     def __init__(
         self,
         config: Flags,
         model: transformers.PreTrainedModel,
-        flops: tuple[int, int, int],
+        flops: tuple,
         tokenizer: common.Tokenizer,
         documents: Any,
         device: torch.device,
@@ -481,14 +460,8 @@ class Run:
         self.model_config, self.generation_config = model.config, model.generation_config
         if config.init_from:  # export in the same dtype
             model.config.dtype = transformers.AutoConfig.from_pretrained(config.init_from).dtype
-        self.checkpoints = self.wandb = self.profiler = None
-        self.metrics = open(os.devnull, "ab", buffering=0)  # rank 0 opens another file in `begin`
-        self.printed = -math.inf  # when a step was printed last: never
-        self.stop_signals = 0  # that this rank has received
-        self.stopping = False  # because any rank has received one
-        self.unvalidated = False  # a stop has cut off the validation of this step
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
-        self.peak = (config.peak_tflops or peak_tflops(gpu) or 0) * 1e12
+        self.peak = config.peak_tflops or peak_tflops(gpu)
 
         data = documents.data
         self.num_documents = np.count_nonzero(data["num_targets"])
@@ -516,19 +489,12 @@ class Run:
         self.generation_config.to_json_file(directory / "generation_config.json")
         common.save_tokenizer(self.tokenizer, directory)
 
-    def begin(
-        self,
-        checkpoints: common.Checkpoints,
-        progress: dict,
-        mesh: str,
-        number: int = 1,
-        work: str = "",
-    ) -> None:
+    def begin(self, checkpoints: common.Checkpoints, progress: dict, mesh: str, work: str) -> None:
         """Start training after `progress`: all checks have passed. A collective.
 
         Rank 0 locks the directory, drops the lines of metrics.jsonl that the checkpoint did not
-        have, and says what begins: on which mesh, with which number of micro-batches per rank and
-        step, or with which other `work`. From here on signals only request a stop.
+        have, and says what begins: on which mesh, and the `work` of a step. From here on signals
+        only request a stop.
         """
         config = self.config
         for group in dist.distributed_c10d._world.pg_map:  # those of a mesh have torch's default
@@ -536,22 +502,16 @@ class Run:
         for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signal_number, self.request_stop)
         if self.rank == 0:
-            where = f"--run_dir {self.directory} cannot be written or is in use"
-            with refusing(where, OSError):
+            with refusing(f"--run_dir {self.directory} cannot be written or is in use", OSError):
                 self.open_files(progress)
             if config.wandb_project:
                 self.open_wandb(progress)
         if checkpoints.newest:
             say(f"resuming from {checkpoints.newest}")
-        work = work or (
-            f"{number} micro-batch{'es' * (number > 1)} per rank and step, "
-            f"{config.global_batch_tokens:,} tokens"
-        )
         say(
             f"{self.facts['parameters']:,} parameters, {self.num_documents:,} documents, "
             f"{self.num_tokens:,} tokens; writing {config.run_dir}\n"
-            f"{config.precision} on {self.world_size} rank{'s' * (self.world_size > 1)} ({mesh}), "
-            f"{work}, "
+            f"{config.precision} on {counted(self.world_size, 'rank')} ({mesh}), {work}, "
             f"learning rate {config.learning_rate:g}"
         )
         self.unvalidated = progress.get("unvalidated", False)
@@ -566,7 +526,7 @@ class Run:
     def open_files(self, progress: dict) -> None:
         """Lock the directory, and write to it all that is known before the first step."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.metrics = open(f"{self.directory}/metrics.jsonl", "ab", buffering=0)
+        self.metrics = open(f"{self.directory}/metrics.jsonl", "a", buffering=1)
         try:
             # This lock ends with the process, however it dies. Forks do not inherit it.
             fcntl.lockf(self.metrics, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -579,9 +539,8 @@ class Run:
         common.remove(self.directory / "hf")  # of fewer steps
         # The script and the files beside it that it imports, as they run now.
         script = Path(sys.argv[0]).absolute()
-        modules = [getattr(module, "__file__", None) for module in sys.modules.values()]
-        for source in {script, *(Path(file) for file in modules if file)}:
-            if source.parent == script.parent:
+        for source in script.parent.glob("*.py"):
+            if source == script or source.stem in sys.modules:
                 shutil.copy(source, self.directory)
 
     def open_wandb(self, progress: dict) -> None:
@@ -634,7 +593,7 @@ class Run:
 
     def log(self, line: dict) -> None:
         """Write a line of metrics.jsonl, and log it to Weights & Biases."""
-        self.metrics.write((json.dumps(line) + "\n").encode())
+        print(json.dumps(line), file=self.metrics)
         if self.wandb:
             self.wandb.log(line, step=line["step"])  # it ignores what a resumed run repeats
 
@@ -660,7 +619,7 @@ class Run:
             "tokens_per_second": batch.num_tokens / seconds,
             "step_seconds": seconds,
             "data_seconds": data_seconds,
-            "mfu": flops / seconds / self.world_size / self.peak if self.peak else None,
+            "mfu": self.peak and flops / seconds / self.world_size / self.peak / 1e12,
             "peak_memory_gib": torch.cuda.max_memory_allocated() / 2**30,
             # Each time the allocator found no room and had to return its cache to the driver.
             "allocator_retries": torch.cuda.memory_stats().get("num_alloc_retries", 0),
@@ -690,12 +649,7 @@ class Run:
         self.log(line)
         say(f"step {step}: validation loss {loss:.4f}")
 
-    def finish(
-        self,
-        step: int,
-        next_command: str,
-        read: Callable[[Path, dict], None] = common.read_checkpoint,
-    ) -> None:
+    def finish(self, step: int, next_command: str, read: Callable = common.read_checkpoint) -> None:
         """End the run: rank 0 writes hf/ and says what is next. `read` is that of `export`."""
         config, checkpoint = self.config, self.checkpoints.newest
         if config.checkpoint_every == 0:

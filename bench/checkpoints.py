@@ -42,7 +42,7 @@ def main() -> None:
         )  # fmt: skip
         session = shared.Session(script, config)
         run, checkpoints = session.run()
-        run.begin(checkpoints, {"step": 0, "metrics_bytes": 0}, "as in a benchmark")
+        run.begin(checkpoints, {"step": 0, "metrics_bytes": 0}, "as in a benchmark", "steps")
         batches, step = [*session.batches(0, STEPS)], 0
 
         def seconds(kind: str) -> float:

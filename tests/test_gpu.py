@@ -229,7 +229,6 @@ def test_threads_use_the_gpu_of_their_rank(seen):
         ("NVIDIA H100 PCIe", 756),
         ("NVIDIA H200", 989),
         ("NVIDIA H200 NVL", 835),
-        ("NVIDIA H20", 148),
         ("NVIDIA GH200 480GB", 989),
         ("NVIDIA GB200", 2500),
         ("NVIDIA B200", 2250),
@@ -237,12 +236,8 @@ def test_threads_use_the_gpu_of_their_rank(seen):
         ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA A10", 125),
         ("NVIDIA A10G", 70),
-        ("NVIDIA A30", 165),
-        ("NVIDIA A40", 150),
         ("NVIDIA L40S", 362),
-        ("NVIDIA L40", 181),
         ("NVIDIA L4", 121),
-        ("NVIDIA RTX A5000", 111),
         ("NVIDIA RTX A6000", 155),
         ("NVIDIA RTX A1000", None),
         ("NVIDIA RTX 6000 Ada Generation", 364),
@@ -281,7 +276,7 @@ def one_gpu(monkeypatch):
 
 def test_flash_attention_says_what_it_needs(one_gpu):
     one_gpu(9, 0)
-    with pytest.raises(ValueError, match="need a GPU and --precision bf16"):
+    with pytest.raises(common.Refusal, match="need a GPU and --precision bf16"):
         Flags(flash_attention="FA4", precision="fp32")
     for capability, version in [((8, 9), "FA4"), ((12, 0), "FA4"), ((10, 0), "FA3")]:
         one_gpu(*capability)

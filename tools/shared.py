@@ -311,7 +311,7 @@ class Session:
         from run import max_over_ranks
 
         (run, checkpoints), config = self.run(), self.config
-        run.begin(checkpoints, {"step": 0, "metrics_bytes": 0}, "as in a benchmark")
+        run.begin(checkpoints, {"step": 0, "metrics_bytes": 0}, "as in a benchmark", "steps")
         batches, tokens = self.batches(0, config.steps), 0
         for step in range(1, config.steps + 1):
             started = time.perf_counter()
