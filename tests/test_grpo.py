@@ -1208,7 +1208,7 @@ def test_prompts_alone_and_prompts_without_room(reinforce, tmp_path):
     dataset = write(tmp_path / "prompts.jsonl", rows)
     done = reinforce(body, dataset=dataset, steps=2)
     assert (done.returncode, done.stderr) == (0, "")
-    assert "4 prompts are left out, because they exceed 112 tokens" in done.stdout
+    assert "4 prompts left out, because of more than 112 tokens" in done.stdout
     assert "2 documents are left out, because they hold no prompt" in done.stdout
 
 
