@@ -77,7 +77,6 @@ from model import (
 from run import (
     Flags,
     Run,
-    default_learning_rate,
     flag,
     launch,
     max_over_ranks,
@@ -729,7 +728,9 @@ def main() -> partial | None:
     loss = vocabulary_parallel_loss if config.tensor_parallel > 1 else None
     model = build_model(model_config, config, loss)
     # Count parameters and FLOPs before the model is sharded.
-    set_learning_rates(config, default_learning_rate(config, model.num_parameters()))
+    # GPT-3 has 6e-4 for 125M parameters, Llama 2 has 3e-4 for 7B. That ruins pretrained weights.
+    default = 3e-3 if model.num_parameters() < 10_000_000 else 3e-4
+    set_learning_rates(config, default / 10 if config.init_from else default)
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
     # Find out before the model takes memory and time whether this run may start.
     checkpoints = common.Checkpoints(config, run.directory, run.facts, run.save_files, device)

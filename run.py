@@ -223,16 +223,6 @@ def micro_batches_per_rank(config: Flags, dp_size: int) -> int:
     return number
 
 
-def default_learning_rate(config: Flags, num_parameters: int) -> float:
-    """Return the peak learning rate of AdamW for a model of this size.
-
-    Published recipes use 6e-4 for 125M parameters and 2e-4 for 1.3B (GPT-3, arXiv 2005.14165), and
-    3e-4 for 7B and 13B (Llama 2, arXiv 2307.09288). Such rates would ruin pretrained weights.
-    """
-    rate = 3e-3 if num_parameters < 10_000_000 else 3e-4
-    return rate / 10 if config.init_from else rate
-
-
 def set_learning_rates(config: Flags, default: float, ratio: float = 50) -> None:
     """Fill in the peak and the minimum of the learning rate where no flag sets them."""
     config.learning_rate = config.learning_rate or default
@@ -332,8 +322,9 @@ def refuse_untrained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     """
     trained = [name for name, p in model.named_parameters() if p in optimizer.state]
     trained = set().union(*gather(trained))
-    trainable = [name for name, p in model.named_parameters() if p.requires_grad]
-    nowhere = [name for name in trainable if name not in trained]
+    nowhere = [
+        name for name, p in model.named_parameters() if p.requires_grad and name not in trained
+    ]
     if nowhere:
         refuse(
             f"no gradient reaches {', '.join(nowhere[:3])}: freeze what the model does not "
@@ -408,12 +399,8 @@ PEAK_TFLOPS = {
     "G?H[12]00": 989,
     "A100": 312,
     "A10G": 70,
-    "A10": 125,
     "L40S": 362,
     "L4": 121,
-    "RTX PRO 6000": 504,
-    "RTX 6000 Ada": 364,
-    "RTX A6000": 155,
     "RTX 5090$": 210,
     "RTX 4090$": 165,
     "RTX 3090$": 71,

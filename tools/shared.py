@@ -233,8 +233,11 @@ def build(script: Any, model_config: Any, config: Any, device: Any) -> tuple[Any
     size = model.num_parameters()
     if rates := RATES.get(script.__name__):
         set_learning_rates(config, rates[size >= 10_000_000], ratio=10)
-    else:
+    elif hasattr(script, "default_learning_rate"):
         set_learning_rates(config, script.default_learning_rate(config, size))
+    else:
+        default = 3e-3 if size < 10_000_000 else 3e-4
+        set_learning_rates(config, default / 10 if config.init_from else default)
     if hasattr(script, "set_momentum"):
         script.set_momentum(config, model)
     decayed = weight_decay_names(model)
