@@ -18,9 +18,12 @@ import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import (
@@ -30,7 +33,7 @@ from torch.utils.checkpoint import (
 )
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from common import refuse, refusing, say
+from common import fingerprint, refuse, refusing, say
 
 # --- Architecture ---------------------------------------------------------------------------------
 
@@ -173,6 +176,23 @@ def read_config(config: Any, vocabulary_size: int) -> PreTrainedConfig:
         if config.max_length > length:
             refuse(f"--max_length {config.max_length} exceeds {limit} of {name}")
     return model_config
+
+
+def weights_fingerprint(directory: str) -> str:
+    """Return a hash of a directory's safetensors files, to refuse other files later.
+
+    Of each file it reads the name, the size, and the first and last MiB, or all if the files are
+    below 1 GiB together. To read a large model would take minutes.
+    """
+    read = []
+    with refusing(f"cannot read {directory}"):
+        paths = sorted(Path(directory).glob("*.safetensors"))
+        small = sum(path.stat().st_size for path in paths) < 2**30
+        for path in paths:
+            content = np.memmap(path, mode="r")
+            part = content if small else np.append(content[: 2**20], content[-(2**20) :])
+            read += [path.name, len(content), xxhash.xxh3_128_hexdigest(part)]
+    return fingerprint(read)
 
 
 def build_model(
@@ -523,3 +543,32 @@ def count_flops(model: nn.Module) -> tuple[int, int, int]:
     except (AttributeError, RuntimeError):  # no attention, or heads of several sizes
         width = 0
     return 6 * in_blocks, 6 * in_head, 12 * width
+
+
+# Dense bf16 TFLOP/s with fp32 accumulation, by a pattern of a GPU's name. The first one counts.
+# From NVIDIA's data sheets (which quote twice as much, with sparsity), for GeForce from its white
+# papers on GA102, Ada and RTX Blackwell, for the A10G from AWS. GeForce cards run bf16 at half the
+# rate of fp16 with fp16 accumulation, which advertisements quote. V100s have no bf16.
+PEAK_TFLOPS = {
+    "GB[23]00": 2500,
+    "B[23]00": 2250,
+    "H[12]00 NVL": 835,
+    "H100 PCIe": 756,
+    "G?H[12]00": 989,
+    "A100": 312,
+    "A10G": 70,
+    "A10": 125,
+    "L40S": 362,
+    "L4": 121,
+    "RTX PRO 6000": 504,
+    "RTX 6000 Ada": 364,
+    "RTX A6000": 155,
+    "RTX 5090$": 210,
+    "RTX 4090$": 165,
+    "RTX 3090$": 71,
+}
+
+
+def peak_tflops(name: str) -> float | None:
+    """Return the peak of a GPU by its CUDA name, None if it is not known."""
+    return next((PEAK_TFLOPS[key] for key in PEAK_TFLOPS if re.search(rf"\b{key}\b", name)), None)

@@ -11,7 +11,6 @@ import gc
 import json
 import math
 import os
-import re
 import secrets
 import shutil
 import signal
@@ -52,6 +51,7 @@ from common import (
     refusing,
     say,
 )
+from model import peak_tflops, weights_fingerprint
 
 # --- Flags ----------------------------------------------------------------------------------------
 
@@ -320,11 +320,10 @@ def refuse_untrained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     The optimizer has no state for such a parameter, so no checkpoint could be resumed. Single ranks
     may lack gradients, as they may lack a shard.
     """
-    trained = [name for name, p in model.named_parameters() if p in optimizer.state]
-    trained = set().union(*gather(trained))
-    nowhere = [
-        name for name, p in model.named_parameters() if p.requires_grad and name not in trained
-    ]
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    of_ranks = gather([(name, p in optimizer.state) for name, p in named])
+    nowhere = dict(sorted(sum(of_ranks, [])))  # True comes after False, and counts
+    nowhere = [name for name, trained in nowhere.items() if not trained]
     if nowhere:
         refuse(
             f"no gradient reaches {', '.join(nowhere[:3])}: freeze what the model does not "
@@ -387,30 +386,6 @@ def max_over_ranks(*values: float) -> list[float]:
 
 # --- A run: its directory, metrics and progress ---------------------------------------------------
 
-# Dense bf16 TFLOP/s with fp32 accumulation, by a pattern of a GPU's name. The first one counts.
-# From NVIDIA's data sheets (which quote twice as much, with sparsity), for GeForce from its white
-# papers on GA102, Ada and RTX Blackwell, for the A10G from AWS. GeForce cards run bf16 at half the
-# rate of fp16 with fp16 accumulation, which advertisements quote. V100s have no bf16.
-PEAK_TFLOPS = {
-    "GB[23]00": 2500,
-    "B[23]00": 2250,
-    "H[12]00 NVL": 835,
-    "H100 PCIe": 756,
-    "G?H[12]00": 989,
-    "A100": 312,
-    "A10G": 70,
-    "L40S": 362,
-    "L4": 121,
-    "RTX 5090$": 210,
-    "RTX 4090$": 165,
-    "RTX 3090$": 71,
-}
-
-
-def peak_tflops(name: str) -> float | None:
-    """Return the peak of a GPU by its CUDA name, None if it is not known."""
-    return next((PEAK_TFLOPS[key] for key in PEAK_TFLOPS if re.search(rf"\b{key}\b", name)), None)
-
 
 class Run:
     """A run's directory, metrics, terminal output and Weights & Biases. Rank 0 writes.
@@ -456,7 +431,7 @@ class Run:
         architecture = model.config.to_diff_dict() | {"transformers_version": "", "dtype": ""}
         content = np.bitwise_xor(data["group"], data["lengths"])
         self.facts = vars(config) | {
-            "weights_hash": config.init_from and common.weights_fingerprint(config.init_from),
+            "weights_hash": config.init_from and weights_fingerprint(config.init_from),
             "model_hash": fingerprint(architecture),
             "tokenizer_hash": fingerprint(tokenizer.backend_tokenizer.to_str()),
             "data_hash": xxhash.xxh3_128_hexdigest(content),

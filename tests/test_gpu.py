@@ -19,8 +19,8 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 import common
 import fsdp2_cp_pretrain
-from model import BUCKETED_TYPES, count_flops, use_float8
-from run import Flags, advise_on_threads, peak_tflops, report, set_up_gpu
+from model import BUCKETED_TYPES, count_flops, peak_tflops, use_float8
+from run import Flags, advise_on_threads, report, set_up_gpu
 
 sys.path.insert(0, str(ROOT / "tools"))
 import gpu  # noqa: E402
@@ -234,9 +234,13 @@ def test_threads_use_the_gpu_of_their_rank(seen):
         ("NVIDIA B200", 2250),
         ("NVIDIA B300 SXM6 AC", 2250),
         ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10", 125),
         ("NVIDIA A10G", 70),
         ("NVIDIA L40S", 362),
         ("NVIDIA L4", 121),
+        ("NVIDIA RTX A6000", 155),
+        ("NVIDIA RTX 6000 Ada Generation", 364),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 504),
         ("NVIDIA RTX A1000", None),
         ("NVIDIA GeForce RTX 3090", 71),
         ("NVIDIA GeForce RTX 3090 Ti", None),
