@@ -129,10 +129,9 @@ def say(text: str) -> None:
         sys.stdout = open(os.devnull, "w")
 
 
-def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: "1 rank", "2,000 batches"."""
-    ending = "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{ending * (number != 1)}"
+def counted(number: int, noun: str, ending: str = "s") -> str:
+    """Return a number with its noun: "1 rank", "2,000 ranks"."""
+    return f"{number:,} {noun}{ending if number != 1 else ''}"
 
 
 def gather(value: Any) -> list:
@@ -322,9 +321,8 @@ CORPORA = {"stdlib": standard_library_documents}  # those that need no file
 
 def suffix_of(name: str) -> str:
     """Return by which suffix a file is read, without the query of a URL; "" for others."""
-    suffixes = Path(name.split("?")[0]).suffixes
-    known = ["", *filter(READERS.get, suffixes)]
-    return known[-1]  # the last one counts: a.txt.jsonl.gz is JSON
+    # The last one counts: a.txt.jsonl.gz is JSON.
+    return ["", *filter(READERS.get, Path(name.split("?")[0]).suffixes)][-1]
 
 
 def find_files(name: str) -> list:
@@ -372,11 +370,10 @@ def open_dataset(config: Any, columns: list, corpora: dict) -> datasets.Dataset:
         reader, settings = READERS[suffix]
         local = [file for file in files if os.path.exists(file)]
         groups = [files]
-        if suffix == ".parquet":
-            # datasets would cast values to the types of the first file (007 would be 7). So if
-            # columns differ, read each file alone, and those without rows not at all.
-            if len({*map(parquet.read_schema, local)}) > 1:
-                groups = [[file] for file in files if parquet.read_metadata(file).num_rows]
+        # datasets would cast values to the types of the first file (007 would be 7). So if columns
+        # differ, read each file alone, and those without rows not at all.
+        if suffix == ".parquet" and len({*map(parquet.read_schema, local)}) > 1:
+            groups = [[file] for file in files if parquet.read_metadata(file).num_rows]
         parts = []
         for files in groups:
             part = datasets.load_dataset(
@@ -521,9 +518,14 @@ def load_documents(
     # The first rank of a node does the work, and the others wait and read the cache. This happens
     # before the ranks meet, because the time that a collective may take is limited.
     lock = filelock.FileLock(f"{datasets.config.HF_DATASETS_CACHE}/{key}.lock")
-    # A full disk, or text that is not UTF-8. A bug in `function` shows its traceback.
-    kinds = (OSError, UnicodeError, pyarrow.ArrowException)
-    with lock, refusing(f"--dataset {config.dataset} cannot be tokenized", kinds):
+    with (
+        lock,
+        refusing(
+            f"--dataset {config.dataset} cannot be tokenized",
+            # A full disk, or text that is not UTF-8. A bug in `function` shows its traceback.
+            (OSError, UnicodeError, pyarrow.ArrowException),
+        ),
+    ):
         documents = corpus.select_columns(present).map(
             tokenize,
             # Each call takes as long as the tokens of a short document. The table that it returns
@@ -850,7 +852,7 @@ def to_device(micro_batch: dict, device: torch.device) -> dict:
 
 def fetch_weights(name: str, flag: str = "--init_from") -> str:
     """Return the directory of --init_from: the hf/ of a run, itself, or a download from the hub."""
-    with refusing(f"{flag} {name[:200]} has no *.safetensors here, and is not on the hub"):
+    with refusing(f"{flag} {name} has no *.safetensors here, and is not on the hub"):
         for directory in (Path(name, "hf"), Path(name)):
             if any(directory.glob("*.safetensors")):
                 return str(directory.absolute())
@@ -937,6 +939,8 @@ class ApplicationState(Stateful):
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load model and optimizer from a checkpoint of either style; each rank reads what it holds."""
     application = ApplicationState(model, optimizer)
+    if read_description(checkpoint)["checkpoint_style"] == "stateful":
+        return read_checkpoint(checkpoint, {"app": application})
     state_dict = application.state_dict()
     read_checkpoint(checkpoint, state_dict)
     application.load_state_dict(state_dict)
@@ -951,7 +955,7 @@ def read_description(checkpoint: Path) -> dict:
 def read_checkpoint(checkpoint: Path, state_dict: dict) -> None:
     """Fill the tensors of a state dict from a checkpoint of either style."""
     before = read_description(checkpoint)
-    if before["checkpoint_style"] == "stateful":
+    if before["checkpoint_style"] == "stateful" and "app" not in state_dict:
         state_dict = {"app": state_dict}
     optimizer = before.get("optimizer", "an unknown optimizer")
     with refusing(

@@ -320,7 +320,7 @@ def main() -> partial | None:
         common.load_checkpoint(checkpoint, model, optimizer)
     elif config.init_from:
         common.load_weights(model, config.init_from)
-    micro_batches = common.counted(accumulation, "micro-batch")
+    micro_batches = common.counted(accumulation, "micro-batch", "es")
     work = f"{micro_batches} per rank and step, {config.global_batch_tokens:,} tokens"
     run.begin(checkpoints, progress, config.sharding_strategy, work)
 

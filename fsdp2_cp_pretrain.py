@@ -610,7 +610,7 @@ def main() -> partial | None:
     elif config.init_from:
         common.load_weights(model, config.init_from)
     mesh = f"{common.counted(dp_size, 'CP group')} of {config.context_parallel}"
-    micro_batches = common.counted(accumulation, "micro-batch")
+    micro_batches = common.counted(accumulation, "micro-batch", "es")
     work = f"{micro_batches} per rank and step, {config.global_batch_tokens:,} tokens"
     run.begin(checkpoints, progress, mesh, work)
 

@@ -572,7 +572,7 @@ def main() -> partial | None:
     elif config.init_from:
         common.load_weights(model, config.init_from)
     mesh = f"{ranks // config.expert_parallel} EP groups of {config.expert_parallel}"
-    micro_batches = common.counted(accumulation, "micro-batch")
+    micro_batches = common.counted(accumulation, "micro-batch", "es")
     work = f"{micro_batches} per rank and step, {config.global_batch_tokens:,} tokens"
     run.begin(checkpoints, progress, mesh, work)
 

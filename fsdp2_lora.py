@@ -710,7 +710,7 @@ def main() -> partial | None:
     mesh = f"{config.dp_replicate} x {ranks // config.dp_replicate} shards"
     if config.cpu_offload:
         advise_on_threads()
-    micro_batches = common.counted(accumulation, "micro-batch")
+    micro_batches = common.counted(accumulation, "micro-batch", "es")
     work = f"{micro_batches} per rank and step, {config.global_batch_tokens:,} tokens"
     run.begin(checkpoints, progress, mesh, work)
     if rank == 0:

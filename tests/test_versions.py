@@ -41,7 +41,8 @@ torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 """.split()
 # The same of os, typing, tiktoken, datasets and transformers.
 OTHERS = """
-_exit _replace _mergeable_ranks _special_tokens _pat_str _fingerprint _init_weights _apply_gate
+_exit _replace _optionals _group_actions _mergeable_ranks _special_tokens _pat_str _fingerprint
+_init_weights _apply_gate
 _attn_implementation
 """.split()
 
