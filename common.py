@@ -305,7 +305,7 @@ def standard_library_files() -> list:
     return sorted(files)
 
 
-def standard_library_documents(files: list) -> Iterator[dict]:
+def standard_library_documents(files: list) -> Iterator:
     """Yield each top-level function or class as a document."""
     for file in files:
         source = Path(file).read_text(encoding="utf-8", errors="replace")
@@ -528,8 +528,7 @@ def load_documents(
     ):
         documents = corpus.select_columns(present).map(
             tokenize,
-            # Each call takes as long as the tokens of a short document. The table that it returns
-            # replaces the columns of the batch.
+            # The table that a call returns replaces the columns of the batch.
             batched=True,
             fn_kwargs={
                 "columns": columns,
