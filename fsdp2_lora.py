@@ -156,7 +156,7 @@ class Config(Flags):
 def tokenize_conversation(row: dict, tokenizer: common.Tokenizer) -> tuple:
     """Tokenize a conversation; returns what `common.tokenize_text` returns, and a note or "".
 
-    What comes before the first answer decides on which side of the split a conversation is.
+    Conversations with the same messages before the first answer go to the same side of the split.
     Otherwise a prompt with several answers could be on both.
 
     Raises:
@@ -185,7 +185,8 @@ def encode(
     """
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     starts, ends = np.array(encoding.offsets).T  # in characters
-    starts = np.minimum(starts, np.roll(ends, 1))  # some tokenizers skip blanks between tokens
+    # Some tokenizers skip blanks, so extend each token back to the end of the one before it.
+    starts = np.minimum(starts, np.roll(ends, 1))
     in_loss = np.zeros(len(encoding.ids), bool)
     for begin, end in spans:
         in_loss |= (starts < ends) & (starts < end) & (ends > begin)
