@@ -64,6 +64,8 @@ def environment(tmp_path_factory):
     cache = str(tmp_path_factory.mktemp("cache"))
     os.environ |= {"HF_HOME": cache, "HF_DATASETS_CACHE": cache}
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "WANDB_MODE": "offline"}
+    # torch 2.13 says so of Python 3.13.0 alone, when it compiles.
+    os.environ["PYTHONWARNINGS"] = "ignore:Guards may run slower"
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         os.environ.pop(name, None)
     # As `run.launch` sets them without torchrun; `common.say` prints on rank 0 only.

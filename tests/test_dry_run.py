@@ -173,7 +173,7 @@ def test_ddp_has_as_many_buckets_as_predicted_and_as_large_in_all(real, two_bloc
     flags = cases(2, two_blocks)["2 ddp_pretrain buckets"][1]
     calls = predict("ddp_pretrain", flags, 2).calls
     issued = real("2 ddp_pretrain buckets")["calls"]
-    assert len(calls) == len(issued) == 4  # two buckets, the loss, model buffers
+    assert len(calls) == len(issued) == 3  # two buckets and the loss
     assert sum(call.bytes for call in calls) == sum(size for *_, size in issued)
 
 
@@ -267,7 +267,7 @@ OTHERS = share(form for form in FORMS if form not in PLAIN)
     "name, mode, ranks", PLAIN + [pytest.param(*form, marks=pytest.mark.drill) for form in OTHERS]
 )
 def test_closed_forms(two_blocks, name, mode, ranks):
-    """What a rank sends, except for loss, norm and model buffers: a few hundred bytes."""
+    """What a rank sends, except for loss and norm: a few hundred bytes."""
     script = importlib.import_module(name)
     model = model_of(name, two_blocks if "pp" in name else "tiny")
     more = {"model": model, "shape": two_blocks, "reinforced": name == "fsdp2_grpo"}
