@@ -14,7 +14,7 @@ Communication volume per micro-batch, with P the bytes of the parameters in comp
 the bytes of the fp32 gradients: each block's parameters are all-gathered for its forward and again
 for its backward, 2P(N-1)/N in all, and its gradients are reduce-scattered, G(N-1)/N. (The
 embedding, the last norm and the head are gathered once.) DDP all-reduces once per step, which sends
-2G(N-1)/N. With one micro-batch per step, FSDP2 sends 1.5 times as much in fp32, where P equals G,
+2G(N-1)/N. With one micro-batch per step, FSDP1 sends 1.5 times as much in fp32, where P equals G,
 and as much as DDP in bf16, where P is half of G.
 
 The idea is ZeRO-3 (arXiv 1910.02054). PyTorch FSDP is described in arXiv 2304.11277.

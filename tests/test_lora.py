@@ -36,7 +36,7 @@ CASES = {
     "fp32": {"steps": STEPS},
     "nf4": {"steps": STEPS, "base_precision": "nf4"},
     "untied": {"steps": STEPS, "init_from": "untied", "base_precision": "nf4"},
-    "two kinds": {"steps": STEPS, "target": ["q_proj", "v_proj"], "alpha": 3.0, "rank": 4},
+    "two kinds": {"steps": STEPS, "target": ["q_proj", "v_proj"], "alpha": 6.0, "rank": 4},
     "bf16 base": {"steps": STEPS, "base_precision": "bf16"},
     "few rows": {"rank": 2},  # two of four ranks have no row of A
     "recomputed": {"activation_checkpointing": "full"},
@@ -191,7 +191,7 @@ def test_peft_in_one_process_trains_alike(trained, bases, conversations, case):
         optimizer.zero_grad()
     assert distance(seen, {"losses": losses}) < 1e-6 * losses[0]
     assert seen["norms"] == pytest.approx(norms, rel=1e-4)
-    assert losses[-1] < losses[0] - 0.05
+    assert losses[-1] < losses[0] - 0.1
     for name, parameter in weights.items():
         assert (seen["after"][ours[name]] - parameter).abs().max() < 1e-5, name
 

@@ -161,8 +161,8 @@ BALANCED_MODES = {
     "balanced_once": {"reduce_every_micro_batch": False},
 }
 COMPILED_MOE_MODES = {
-    "padded": {"pad_to_multiple_of": 256},
-    "compile": {"compile": True, "pad_to_multiple_of": 256},
+    "padded": {"pad_to_multiple_of": 512},
+    "compile": {"compile": True, "pad_to_multiple_of": 512},
 }
 # With torchao, which is optional.
 FLOAT8_MODES = {

@@ -813,7 +813,7 @@ def explain(report: Report, script: Any, config: Any) -> str:
     if not expected:
         return line
     rest = report.sent - expected - sum(parts.values())
-    parts["for the norm, the loss and model buffers"] = rest
+    parts["for the norm and the loss"] = rest
     parts = {why: share / expected for why, share in parts.items() if share}
     told = ", ".join(f"{share:+.2%} {why}" for why, share in parts.items())
     return f"{line} ({report.sent / expected - 1:+.2%}: {told})"
