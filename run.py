@@ -253,6 +253,9 @@ def launch(main: Callable) -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # Have the kernel send SIGTERM when torchrun dies. Otherwise ranks would train on unseen.
         ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # 1: PR_SET_PDEATHSIG
+        # If it has died already, init has adopted this rank. (In containers, init can be torchrun.)
+        if os.getppid() == 1 and b"python" not in Path("/proc/1/cmdline").read_bytes():
+            os._exit(1)
     # Sequences of many lengths fragment the GPU's memory; expandable segments avoid that.
     os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     sys.stdout.reconfigure(errors="backslashreplace")  # for terminals that are not UTF-8

@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from conftest import ROOT, small_shape
 
-sys.path.insert(0, str(ROOT / "bench"))
+sys.path.insert(0, str(ROOT / "tools"))
 import dry_run  # noqa: E402
 
 PLAIN = ("ddp_pretrain", "fsdp2_pretrain", "fsdp2_tp_pretrain")
@@ -24,6 +24,7 @@ MODES = {
     "fsdp1_pretrain": [{}, {"reduce_every_micro_batch": False}],
     "fsdp2_pretrain": [{}, {"reduce_every_micro_batch": False}, {"dp_replicate": 2}],
     "fsdp2_cp_pretrain": [{}, {"context_attention": "ring"}],
+    "fsdp2_grpo": [{"answer_length": 32}],
     "fsdp2_nd_pretrain": [{"tensor_parallel": 2, "pipeline_parallel": 2}, {"context_parallel": 2}],
 }
 NAMES = {

@@ -177,7 +177,7 @@ def test_a_number_of_nodes_that_changes(nodes, run, corpus, tmp_path):
     printed, errors = launch.launchers[0].communicate(timeout=HANGS)
     launch.end()
     assert launch.launchers[0].returncode == 0, errors
-    assert re.findall(r"on (\d) ranks", printed) == ["1", "2", "1"]
+    assert re.findall(r"on (\d) rank", printed) == ["1", "2", "1"]
     assert [line["step"] for line in metrics(changed)[0]] == [*range(1, 201)]
     alone = run("fsdp2_pretrain.py", 1, **own)
     losses = [np.array([line["loss"] for line in metrics(each)[0]]) for each in (alone, changed)]
