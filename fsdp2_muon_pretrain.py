@@ -44,7 +44,7 @@ import os
 import time
 from datetime import timedelta
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
@@ -67,7 +67,6 @@ from model import (
     modules_outside_blocks,
     seed_by_name,
     transformer_blocks,
-    use_float8,
     weight_decay_names,
 )
 from run import (
@@ -103,11 +102,6 @@ class Config(Flags):
         None,
         "decay of Muon's moving average of gradients. The default depends on the model: 0.7 with "
         "fewer than 10 million parameters in the matrices of its blocks, otherwise 0.95",
-    )
-    precision: Literal["auto", "fp32", "bf16", "float8"] = flag(
-        "auto",
-        "compute precision. auto: bf16 on GPUs that have it, otherwise fp32. float8: bf16, but the "
-        "linear layers of the blocks run in float8 (torchao, rowwise scales)",
     )
     reshard_after_forward: bool = flag(
         True, "free a block's full parameters after forward and all-gather them for backward"
@@ -154,8 +148,6 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     In backward, the hook before a block's backward also starts the all-gather of the preceding
     block, whose backward comes next.
     """
-    if config.precision == "float8":
-        use_float8(model)
     blocks = transformer_blocks(model)
     # Both wrap a block's forward, and FSDP's hooks run around it. So a forward that is recomputed
     # uses the parameters that were gathered for backward.

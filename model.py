@@ -5,7 +5,7 @@ way:
 
     build_config   the architecture of --model
     build_model    on the meta device: the model has shapes, but no memory and no weights yet
-    checkpoint_activations, compile_blocks, use_float8
+    checkpoint_activations, compile_blocks
     initialize     memory and initial weights, module by module
 
 Most functions need nothing else from this file, so copy the ones that you can use. `config`: any
@@ -16,14 +16,10 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import xxhash
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import (
@@ -33,7 +29,7 @@ from torch.utils.checkpoint import (
 )
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from common import fingerprint, refuse, refusing, say
+from common import refuse, refusing, say
 
 # --- Architecture ---------------------------------------------------------------------------------
 
@@ -70,21 +66,13 @@ SHAPES = {
         "num_experts_per_tok": 2,
         "head_dim": 48,
     },
-    "qwen3-30b-a3b": {
+    "qwen3-30b-a3b": {  # 128 experts, 8 per token; transformers has this and more as defaults
         "model_type": "qwen3_moe",
-        "hidden_size": 2048,
-        "moe_intermediate_size": 768,  # of an expert
-        "num_experts": 128,
-        "num_experts_per_tok": 8,
         "norm_topk_prob": True,
         "num_hidden_layers": 48,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 4,
         "head_dim": 128,
         "max_position_embeddings": 40960,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        "initializer_range": 0.02,
-        "tie_word_embeddings": False,
     },
 }
 
@@ -176,23 +164,6 @@ def read_config(config: Any, vocabulary_size: int) -> PreTrainedConfig:
         if config.max_length > length:
             refuse(f"--max_length {config.max_length} exceeds {limit} of {name}")
     return model_config
-
-
-def weights_fingerprint(directory: str) -> str:
-    """Return a hash of a directory's safetensors files, to refuse other files later.
-
-    Of each file it reads the name, the size, and the first and last MiB, or all if the files are
-    below 1 GiB together. To read a large model would take minutes.
-    """
-    read = []
-    with refusing(f"cannot read {directory}"):
-        paths = sorted(Path(directory).glob("*.safetensors"))
-        small = sum(path.stat().st_size for path in paths) < 2**30
-        for path in paths:
-            content = np.memmap(path, mode="r")
-            part = content if small else np.append(content[: 2**20], content[-(2**20) :])
-            read += [path.name, len(content), xxhash.xxh3_128_hexdigest(part)]
-    return fingerprint(read)
 
 
 def build_model(
@@ -454,27 +425,6 @@ def compile_blocks(blocks: Iterable[nn.Module], config: Any) -> None:
         block.compile(dynamic=False if few_lengths else None)
 
 
-def use_float8(model: nn.Module) -> None:
-    """Run the matmuls of the blocks' linear layers in float8, in forward and backward.
-
-    Inputs, weights and gradients are scaled by their largest value along the dimension that a
-    matmul sums over, and rounded to 8 bits (arXiv 2209.05433). Parameters keep their names and
-    their precision.
-    """
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-        refuse("--precision float8 needs a GPU with float8 (Ada, Hopper or newer)")
-    with refusing("--precision float8 needs the package torchao"):
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    def is_convertible(module: nn.Module, name: str) -> bool:
-        divisible = all(size % 16 == 0 for size in module.weight.shape)  # the kernels require it
-        return divisible and "router" not in name  # rounding could change which experts it picks
-
-    # The gradient of a weight is a sum over tokens. The kernels need a multiple of 16, so pad them.
-    recipe = replace(Float8LinearConfig.from_recipe_name("rowwise"), pad_inner_dim=True)
-    convert_to_float8_training(model.get_decoder(), config=recipe, module_filter_fn=is_convertible)
-
-
 @torch.no_grad()
 def initialize(
     model: nn.Module, modules: Iterable[nn.Module], seed: int, device: torch.device
@@ -543,32 +493,3 @@ def count_flops(model: nn.Module) -> tuple[int, int, int]:
     except (AttributeError, RuntimeError):  # no attention, or heads of several sizes
         width = 0
     return 6 * in_blocks, 6 * in_head, 12 * width
-
-
-# Dense bf16 TFLOP/s with fp32 accumulation, by a pattern of a GPU's name. The first one counts.
-# From NVIDIA's data sheets (which quote twice as much, with sparsity), for GeForce from its white
-# papers on GA102, Ada and RTX Blackwell, for the A10G from AWS. GeForce cards run bf16 at half the
-# rate of fp16 with fp16 accumulation, which advertisements quote. V100s have no bf16.
-PEAK_TFLOPS = {
-    "GB[23]00": 2500,
-    "B[23]00": 2250,
-    "H[12]00 NVL": 835,
-    "H100 PCIe": 756,
-    "G?H[12]00": 989,
-    "A100": 312,
-    "A10G": 70,
-    "A10": 125,
-    "L40S": 362,
-    "L4": 121,
-    "RTX PRO 6000": 504,
-    "RTX 6000 Ada": 364,
-    "RTX A6000": 155,
-    "RTX 5090$": 210,
-    "RTX 4090$": 165,
-    "RTX 3090$": 71,
-}
-
-
-def peak_tflops(name: str) -> float | None:
-    """Return the peak of a GPU by its CUDA name, None if it is not known."""
-    return next((PEAK_TFLOPS[key] for key in PEAK_TFLOPS if re.search(rf"\b{key}\b", name)), None)

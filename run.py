@@ -11,6 +11,7 @@ import gc
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -50,8 +51,8 @@ from common import (
     refuse,
     refusing,
     say,
+    weights_fingerprint,
 )
-from model import peak_tflops, weights_fingerprint
 
 # --- Flags ----------------------------------------------------------------------------------------
 
@@ -166,37 +167,13 @@ class Flags:
             refuse("--flash_attention FA3 and FA4 need a GPU and --precision bf16")
 
 
-# The shared flags by subject: the first flag of each, as they stand in Flags.
-SUBJECTS = {
-    "model": "model",
-    "tokenizer": "data",
-    "steps": "optimization",
-    "precision": "precision, memory and speed",
-    "checkpoint_every": "checkpoints",
-    "run_dir": "the run",
-}
-
-
 def parse_config(config_class: type) -> Any:
     """Parse the command line into the script's Config."""
-    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if tasks != "1" and os.environ["WORLD_SIZE"] == "1":
-        refuse(
-            f"srun runs this {tasks} times, each on its own: let it start torchrun (docs/runs.md)"
-        )
     parser = transformers.HfArgumentParser(config_class, allow_abbrev=False)
     parser.error = refuse
-    # Group the flags in --help: first those of the script and its other defaults, then by subject.
-    # argparse offers no way to move a flag to another group, so this uses its private lists.
-    flags = parser._optionals._group_actions
-    own = group = parser.add_argument_group("this script's own flags and defaults")
-    for action in flags[1:]:  # after --help
-        action.default = getattr(config_class, action.dest)  # it omits those of lists
-        if action.dest in SUBJECTS:
-            group = parser.add_argument_group(SUBJECTS[action.dest])
-        is_own = getattr(Flags, action.dest, group) != action.default
-        (own if is_own else group)._group_actions.append(action)
-    del flags[1:]
+    # HfArgumentParser omits the defaults of flags with several values.
+    names = config_class.__dataclass_fields__
+    parser.set_defaults(**{name: getattr(config_class, name) for name in names})
     try:
         config = config_class(**vars(parser.parse_args()))
     except ValidationError as error:
@@ -372,12 +349,9 @@ def set_up_gpu(config: Flags) -> torch.device:
 
 def advise_on_threads() -> None:
     """Say how many threads an optimizer on the CPU could use. torchrun sets one per rank."""
-    # The hardware threads of a core have equal lists.
-    files = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
-    cores = set(map(Path.read_text, files))
-    threads = len(cores) // int(os.environ["LOCAL_WORLD_SIZE"])
+    threads = os.cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])
     if threads > torch.get_num_threads():
-        say(f"the optimizer runs on the CPU: export OMP_NUM_THREADS={threads} to use all cores")
+        say(f"the optimizer runs on the CPU: export OMP_NUM_THREADS={threads} to use all CPUs")
 
 
 def max_over_ranks(*values: float) -> list[float]:
@@ -385,6 +359,35 @@ def max_over_ranks(*values: float) -> list[float]:
     tensor = torch.tensor(values, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.tolist()
+
+
+# Dense bf16 TFLOP/s with fp32 accumulation, by a pattern of a GPU's name. The first one counts.
+# From NVIDIA's data sheets (which quote twice as much, with sparsity), for GeForce from its white
+# papers on GA102, Ada and RTX Blackwell, for the A10G from AWS. GeForce cards run bf16 at half the
+# rate of fp16 with fp16 accumulation, which advertisements quote. V100s have no bf16.
+PEAK_TFLOPS = {
+    "GB[23]00": 2500,
+    "B[23]00": 2250,
+    "H[12]00 NVL": 835,
+    "H100 PCIe": 756,
+    "G?H[12]00": 989,
+    "A100": 312,
+    "A10G": 70,
+    "A10": 125,
+    "L40S": 362,
+    "L4": 121,
+    "RTX PRO 6000": 504,
+    "RTX 6000 Ada": 364,
+    "RTX A6000": 155,
+    "RTX 5090$": 210,
+    "RTX 4090$": 165,
+    "RTX 3090$": 71,
+}
+
+
+def peak_tflops(name: str) -> float | None:
+    """Return the peak of a GPU by its CUDA name, None if it is not known."""
+    return next((PEAK_TFLOPS[key] for key in PEAK_TFLOPS if re.search(rf"\b{key}\b", name)), None)
 
 
 # --- A run: its directory, metrics and progress ---------------------------------------------------

@@ -36,7 +36,6 @@ from transformers import (
 import common
 import fsdp2_cp_pretrain
 from model import BUCKETED_TYPES, checkpoint_activations
-from run import parse_config
 
 BASE = {**SMALL, "steps": 2, "eval_every": 2}
 
@@ -320,17 +319,6 @@ def test_any_fraction_of_the_blocks_recomputes(fraction, recomputed):
     blocks = torch.nn.ModuleList(torch.nn.Identity() for _ in range(4))
     checkpoint_activations(blocks, config.activation_checkpointing)
     assert sum("forward" in vars(block) for block in blocks) == recomputed
-
-
-def test_ranks_that_srun_starts_without_torchrun_are_refused(monkeypatch):
-    """Each would train alone, as one of one."""
-    monkeypatch.setattr(sys, "argv", ["fsdp2_pretrain.py"])
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    with pytest.raises(common.Refusal, match="srun runs this 4 times.*let it start torchrun"):
-        parse_config(MODULES["fsdp2_pretrain"].Config)
-    monkeypatch.setenv("WORLD_SIZE", "2")  # by one torchrun a task
-    assert parse_config(MODULES["fsdp2_pretrain"].Config).seed == 0
 
 
 # --- Types of models that nobody has compared -----------------------------------------------------

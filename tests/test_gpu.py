@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,8 +18,9 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 import common
 import fsdp2_cp_pretrain
-from model import BUCKETED_TYPES, count_flops, peak_tflops, use_float8
-from run import Flags, advise_on_threads, report, set_up_gpu
+from fsdp2_pretrain import use_float8
+from model import BUCKETED_TYPES, count_flops
+from run import Flags, advise_on_threads, peak_tflops, report, set_up_gpu
 
 sys.path.insert(0, str(ROOT / "tools"))
 import gpu  # noqa: E402
@@ -332,16 +332,13 @@ def test_a_gpu_without_memory_ends_with_advice(monkeypatch, capsys):
 
 
 def test_an_offloaded_optimizer_is_told_its_threads(monkeypatch, capsys):
-    """All physical cores of the machine, divided by its ranks. Every script with the flag asks."""
-    cores = {
-        (file.parent / "physical_package_id").read_text() + file.read_text()
-        for file in Path("/sys/devices/system/cpu").glob("cpu*/topology/core_id")
-    }
+    """The CPUs of the machine, divided by its ranks. Every script with the flag asks."""
+    cpus = os.cpu_count()
     monkeypatch.setattr(torch, "get_num_threads", lambda: 0)
-    for ranks in (1, len(cores), 2 * len(cores)):
+    for ranks in (1, cpus, 2 * cpus):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
         advise_on_threads()
-    expected = [f"OMP_NUM_THREADS={len(cores)} ", "OMP_NUM_THREADS=1 "]
+    expected = [f"OMP_NUM_THREADS={cpus} ", "OMP_NUM_THREADS=1 "]
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2 and all(word in line for word, line in zip(expected, said))
     for script in ROOT.glob("*_*.py"):

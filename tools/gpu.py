@@ -27,8 +27,8 @@ import transformers
 from shared import ROOT, Session
 
 import common
-from model import count_flops, peak_tflops
-from run import set_up_gpu
+from model import count_flops
+from run import peak_tflops, set_up_gpu
 
 CUDA = torch.cuda.is_available()
 NAME = torch.cuda.get_device_name() if CUDA else "cpu"
