@@ -252,7 +252,8 @@ def encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
     if name in tiktoken.list_encoding_names():  # several times as fast as `tokenizers`
         ids = tiktoken.get_encoding(name).encode_ordinary(text)
     else:
-        ids = tokenizer(text, split_special_tokens=True, verbose=False)["input_ids"]
+        tokenizer.backend_tokenizer.encode_special_tokens = True
+        ids = tokenizer.backend_tokenizer.encode(text).ids
     return np.array(ids, np.uint32)
 
 

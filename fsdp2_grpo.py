@@ -89,7 +89,6 @@ from model import (
 from run import (
     Flags,
     Run,
-    advise_on_threads,
     flag,
     launch,
     max_over_ranks,
@@ -1064,8 +1063,6 @@ def main() -> partial | None:
         frozen["teacher_log_probs"] = load_frozen(config.teacher, run)
     mesh = f"{config.dp_replicate} x {ranks // config.dp_replicate} shards"
     work = f"{config.prompts} prompts x {config.answers} answers per step, temperature 1"
-    if config.cpu_offload:
-        advise_on_threads()
     run.begin(checkpoints, progress, mesh, work)
     # Children that `reward` forks have to die of a signal that stops the run.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

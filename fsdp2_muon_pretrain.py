@@ -72,7 +72,6 @@ from model import (
 from run import (
     Flags,
     Run,
-    advise_on_threads,
     flag,
     launch,
     max_over_ranks,
@@ -551,8 +550,6 @@ def main() -> partial | None:
     elif config.init_from:
         common.load_weights(model, config.init_from)
     mesh = f"{config.dp_replicate} x {ranks // config.dp_replicate} shards"
-    if config.cpu_offload:
-        advise_on_threads()
     micro_batches = common.counted(accumulation, "micro-batch", "es")
     work = f"{micro_batches} per rank and step, {config.global_batch_tokens:,} tokens"
     run.begin(checkpoints, progress, mesh, work)

@@ -77,7 +77,6 @@ from model import (
 from run import (
     Flags,
     Run,
-    advise_on_threads,
     flag,
     launch,
     max_over_ranks,
@@ -593,8 +592,6 @@ def main() -> partial | None:
     elif config.init_from:
         common.load_weights(model, config.init_from)
     mesh = f"{stages} stages x {replicas} x {dp_size // replicas} shards"
-    if config.cpu_offload:
-        advise_on_threads()
     micro_batches = common.counted(accumulation, "micro-batch", "es")
     work = f"{micro_batches} per rank and step, {config.global_batch_tokens:,} tokens"
     run.begin(checkpoints, progress, mesh, work)

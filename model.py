@@ -53,7 +53,6 @@ SHAPES = {
         "num_attention_heads": 14,
         "num_key_value_heads": 2,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
-        "initializer_range": 0.02,
         "tie_word_embeddings": True,
     },
     "tiny-moe": {

@@ -167,13 +167,32 @@ class Flags:
             refuse("--flash_attention FA3 and FA4 need a GPU and --precision bf16")
 
 
+# The shared flags by subject: the first flag of each, as they stand in Flags.
+SUBJECTS = {
+    "model": "model",
+    "tokenizer": "data",
+    "steps": "optimization",
+    "precision": "precision, memory and speed",
+    "checkpoint_every": "checkpoints",
+    "run_dir": "the run",
+}
+
+
 def parse_config(config_class: type) -> Any:
     """Parse the command line into the script's Config."""
     parser = transformers.HfArgumentParser(config_class, allow_abbrev=False)
     parser.error = refuse
-    # HfArgumentParser omits the defaults of flags with several values.
-    names = config_class.__dataclass_fields__
-    parser.set_defaults(**{name: getattr(config_class, name) for name in names})
+    # Group the flags in --help: first those of the script and its other defaults, then by subject.
+    # argparse offers no way to move a flag to another group, so this uses its private lists.
+    flags = parser._optionals._group_actions
+    own = group = parser.add_argument_group("this script's own flags and defaults")
+    for action in flags[1:]:  # after --help
+        action.default = getattr(config_class, action.dest)  # it omits those of lists
+        if action.dest in SUBJECTS:
+            group = parser.add_argument_group(SUBJECTS[action.dest])
+        is_own = getattr(Flags, action.dest, group) != action.default
+        (own if is_own else group)._group_actions.append(action)
+    del flags[1:]
     try:
         config = config_class(**vars(parser.parse_args()))
     except ValidationError as error:
@@ -347,13 +366,6 @@ def set_up_gpu(config: Flags) -> torch.device:
     return device
 
 
-def advise_on_threads() -> None:
-    """Say how many threads an optimizer on the CPU could use. torchrun sets one per rank."""
-    threads = os.cpu_count() // int(os.environ["LOCAL_WORLD_SIZE"])
-    if threads > torch.get_num_threads():
-        say(f"the optimizer runs on the CPU: export OMP_NUM_THREADS={threads} to use all CPUs")
-
-
 def max_over_ranks(*values: float) -> list[float]:
     """Return the largest of each number over all ranks. A collective."""
     tensor = torch.tensor(values, dtype=torch.float64)
@@ -373,12 +385,9 @@ PEAK_TFLOPS = {
     "G?H[12]00": 989,
     "A100": 312,
     "A10G": 70,
-    "A10": 125,
     "L40S": 362,
     "L4": 121,
     "RTX PRO 6000": 504,
-    "RTX 6000 Ada": 364,
-    "RTX A6000": 155,
     "RTX 5090$": 210,
     "RTX 4090$": 165,
     "RTX 3090$": 71,
@@ -630,12 +639,11 @@ class Run:
         elif self.rank == 0:
             with refusing(f"cannot write {self.directory}/hf ({checkpoint} is complete)"):
                 common.export(checkpoint, self.directory / "hf", read=read)
-            peft = ", adapter/ for PEFT" if (self.directory / "adapter").exists() else ""
             say(
-                f"files: {config.run_dir}/metrics.jsonl, and hf/ beside it for transformers{peft}\n"
+                f"files: {config.run_dir}/metrics.jsonl, and hf/ beside it for transformers\n"
                 f"try:   python sample.py {config.run_dir}"
             )
-            if "--dataset" not in " ".join(sys.argv):  # the next script would read other data
+            if "stdlib" in config.dataset:  # the next script has no flags for other data
                 say(f"next:  {next_command.format(run_dir=config.run_dir)}")
         self.close(0)
 

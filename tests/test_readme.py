@@ -497,7 +497,10 @@ def test_help_lists_every_flag_quickly():
 
     for name in fsdp2_pretrain.Config.__dataclass_fields__:
         assert f"--{name}" in done.stdout
-    text = " ".join(done.stdout.split())  # the terminal's width breaks lines
-    assert "(default: 4096)" in text and "(default: stdlib)" in text
-    # Those of the script alone are last.
-    assert text.rindex("--wandb_project") < text.rindex("--dp_replicate")
+    groups = dict(re.findall(r"(?m)^(\S.*):\n((?:  .*\n)+)", done.stdout))
+    own = "this script's own flags and defaults"
+    assert [*groups] == ["options", own, *running.SUBJECTS.values()]
+    flags = {title: re.findall(r"(?m)^  --(\w+)", text) for title, text in groups.items()}
+    assert "dp_replicate" in flags[own] and flags["checkpoints"][0] == "checkpoint_every"
+    assert {"batching", "seed"} < {*flags["data"]} and flags["the run"][0] == "run_dir"
+    assert "(default: 4096)" in " ".join(done.stdout.split())  # the terminal's width breaks lines
