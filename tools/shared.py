@@ -172,7 +172,7 @@ def load_data(script: Any, config: Any, kind: type | None = None) -> SimpleNames
 def short_conversations(files: list[str], longest: int) -> list[list[dict[str, str]]]:
     """Return embedded conversations of fewer characters, as messages.
 
-    In ASCII: transformers' mask, which TRL uses, leaves out the last bytes of other text.
+    Only in ASCII, so that each character is one byte.
     """
     from conversations import docstring_conversations
 
