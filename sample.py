@@ -40,7 +40,7 @@ def find_model(name: str) -> str:
 def generate(model, tokenizer, ids: torch.Tensor, skip_prompt: bool) -> list:
     """Print the tokens that follow the ids as the model generates them, and return them."""
     ids = ids.to(model.device)
-    # Without a mask and an id for padding, transformers would warn, although nothing is padded.
+    # Nothing is padded: say so, otherwise transformers guesses a mask.
     options = OPTIONS | {"attention_mask": torch.ones_like(ids)}
     options["pad_token_id"] = tokenizer.eos_token_id
     output = model.generate(ids, streamer=TextStreamer(tokenizer, skip_prompt), **options)
