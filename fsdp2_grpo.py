@@ -85,6 +85,7 @@ from model import (
     modules_outside_blocks,
     transformer_blocks,
     weight_decay_names,
+    weights_fingerprint,
 )
 from run import (
     Flags,
@@ -1044,7 +1045,7 @@ def main() -> partial | None:
     default = 5e-4 if model.num_parameters() < 10_000_000 else 1e-6
     set_learning_rates(config, default, ratio=10)  # a high rate ruins what a large model knows
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
-    run.facts["teacher_hash"] = config.teacher and common.weights_fingerprint(config.teacher)
+    run.facts["teacher_hash"] = config.teacher and weights_fingerprint(config.teacher)
     # A resumed run samples the same answers, and has the same reference and teacher.
     own = "prompts answers answer_length reference_weight teacher_weight teacher_hash"
     # Find out before the model takes memory and time whether this run may start.

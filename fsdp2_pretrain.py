@@ -25,7 +25,6 @@ The idea is ZeRO-3 (arXiv 1910.02054). PyTorch FSDP is described in arXiv 2304.1
 import math
 import os
 import time
-from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Literal
@@ -50,6 +49,7 @@ from model import (
     modules_outside_blocks,
     seed_by_name,
     transformer_blocks,
+    use_float8,
     weight_decay_names,
 )
 from run import (
@@ -258,27 +258,6 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
     model.train()
     dist.all_reduce(total)
     return (total[0] / total[1]).item()
-
-
-def use_float8(model: nn.Module) -> None:
-    """Run the matmuls of the blocks' linear layers in float8, in forward and backward.
-
-    Inputs, weights and gradients are scaled by their largest value along the dimension that a
-    matmul sums over, and rounded to 8 bits (arXiv 2209.05433). Parameters keep their names and
-    their precision.
-    """
-    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
-        common.refuse("--precision float8 needs a GPU with float8 (Ada, Hopper or newer)")
-    with common.refusing("--precision float8 needs the package torchao"):
-        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    def is_convertible(module: nn.Module, name: str) -> bool:
-        divisible = all(size % 16 == 0 for size in module.weight.shape)  # the kernels require it
-        return divisible and "router" not in name  # rounding could change which experts it picks
-
-    # The gradient of a weight is a sum over tokens. The kernels need a multiple of 16, so pad them.
-    recipe = replace(Float8LinearConfig.from_recipe_name("rowwise"), pad_inner_dim=True)
-    convert_to_float8_training(model.get_decoder(), config=recipe, module_filter_fn=is_convertible)
 
 
 # --- Optimizer and schedule -----------------------------------------------------------------------

@@ -5,7 +5,7 @@ way:
 
     build_config   the architecture of --model
     build_model    on the meta device: the model has shapes, but no memory and no weights yet
-    checkpoint_activations, compile_blocks
+    checkpoint_activations, compile_blocks, use_float8
     initialize     memory and initial weights, module by module
 
 Most functions need nothing else from this file, so copy the ones that you can use. `config`: any
@@ -16,10 +16,14 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import xxhash
 from torch import nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import (
@@ -29,7 +33,7 @@ from torch.utils.checkpoint import (
 )
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
-from common import refuse, refusing, say
+from common import fingerprint, refuse, refusing, say
 
 # --- Architecture ---------------------------------------------------------------------------------
 
@@ -163,6 +167,23 @@ def read_config(config: Any, vocabulary_size: int) -> PreTrainedConfig:
         if config.max_length > length:
             refuse(f"--max_length {config.max_length} exceeds {limit} of {name}")
     return model_config
+
+
+def weights_fingerprint(directory: str) -> str:
+    """Return a hash of a directory's safetensors files, to refuse other files later.
+
+    Of each file it reads the name, the size, and the first and last MiB, or all if the files are
+    below 1 GiB together. To read a large model would take minutes.
+    """
+    read = []
+    with refusing(f"cannot read {directory}"):
+        paths = sorted(Path(directory).glob("*.safetensors"))
+        small = sum(path.stat().st_size for path in paths) < 2**30
+        for path in paths:
+            content = np.memmap(path, mode="r")
+            part = content if small else np.append(content[: 2**20], content[-(2**20) :])
+            read += [path.name, len(content), xxhash.xxh3_128_hexdigest(part)]
+    return fingerprint(read)
 
 
 def build_model(
@@ -422,6 +443,27 @@ def compile_blocks(blocks: Iterable[nn.Module], config: Any) -> None:
     torch._dynamo.config.accumulated_recompile_limit = 10_000
     for block in blocks:
         block.compile(dynamic=False if few_lengths else None)
+
+
+def use_float8(model: nn.Module) -> None:
+    """Run the matmuls of the blocks' linear layers in float8, in forward and backward.
+
+    Inputs, weights and gradients are scaled by their largest value along the dimension that a
+    matmul sums over, and rounded to 8 bits (arXiv 2209.05433). Parameters keep their names and
+    their precision.
+    """
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9):
+        refuse("--precision float8 needs a GPU with float8 (Ada, Hopper or newer)")
+    with refusing("--precision float8 needs the package torchao"):
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def is_convertible(module: nn.Module, name: str) -> bool:
+        divisible = all(size % 16 == 0 for size in module.weight.shape)  # the kernels require it
+        return divisible and "router" not in name  # rounding could change which experts it picks
+
+    # The gradient of a weight is a sum over tokens. The kernels need a multiple of 16, so pad them.
+    recipe = replace(Float8LinearConfig.from_recipe_name("rowwise"), pad_inner_dim=True)
+    convert_to_float8_training(model.get_decoder(), config=recipe, module_filter_fn=is_convertible)
 
 
 @torch.no_grad()

@@ -51,8 +51,8 @@ from common import (
     refuse,
     refusing,
     say,
-    weights_fingerprint,
 )
+from model import weights_fingerprint
 
 # --- Flags ----------------------------------------------------------------------------------------
 

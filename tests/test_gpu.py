@@ -18,8 +18,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 
 import common
 import fsdp2_cp_pretrain
-from fsdp2_pretrain import use_float8
-from model import BUCKETED_TYPES, count_flops
+from model import BUCKETED_TYPES, count_flops, use_float8
 from run import Flags, peak_tflops, report, set_up_gpu
 
 sys.path.insert(0, str(ROOT / "tools"))

@@ -256,7 +256,7 @@ def test_float8_leaves_routers_as_they_are(tmp_path):
 import fsdp2_pretrain, model as shared
 config = fsdp2_pretrain.Config(model={str(tmp_path)!r}, precision="float8", max_length=64)
 model = shared.build_model(shared.build_config(config, 257, 256), config)
-fsdp2_pretrain.use_float8(model)
+shared.use_float8(model)
 for name, module in model.named_modules():
     if hasattr(module, "weight"):
         print(name.rpartition(".")[2], type(module).__name__)
@@ -274,9 +274,9 @@ for name, module in model.named_modules():
 def test_float8_pads_any_number_of_tokens():
     """The kernels of GPUs refuse sizes that 16 does not divide, and the CPU's do not."""
     program = """
-import types, torch, fsdp2_pretrain
+import types, torch, model as shared
 layers = torch.nn.Sequential(torch.nn.Linear(32, 48, bias=False, dtype=torch.bfloat16))
-fsdp2_pretrain.use_float8(types.SimpleNamespace(get_decoder=lambda: layers))
+shared.use_float8(types.SimpleNamespace(get_decoder=lambda: layers))
 on_cpu = torch._scaled_mm
 def as_on_gpus(left, right, *rest, **more):
     assert not any(size % 16 for size in right.shape), right.shape

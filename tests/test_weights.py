@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import common
 from common import fetch_weights
-from model import read_config
+from model import read_config, weights_fingerprint
 
 TEXT = "don't  WE'LL 12345 e\u0301\n\n x"
 
@@ -178,7 +178,7 @@ def test_a_head_under_a_tied_config_is_refused(tmp_path):
 
 def test_weights_are_known_by_their_files(tmp_path):
     """Of large ones, the first and the last MiB. The file is sparse."""
-    known = partial(common.weights_fingerprint, str(tmp_path))
+    known = partial(weights_fingerprint, str(tmp_path))
     (tmp_path / "a.safetensors").write_bytes(bytes(3 * 2**20))
     (tmp_path / "config.json").write_text("{}")
     seen = [known()]

@@ -274,7 +274,7 @@ def experts() -> None:
 
 
 def float8() -> None:
-    from fsdp2_pretrain import use_float8
+    from model import use_float8
 
     torch.manual_seed(0)
     inner = torch.nn.Sequential(torch.nn.Linear(896, 4864, bias=False)).to(DEVICE, HALF)
