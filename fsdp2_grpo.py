@@ -336,7 +336,7 @@ def find_teacher(config: Config, tokenizer: common.Tokenizer) -> None:
 
 
 def init_process_group(config: Config) -> torch.device:
-    """Join the process group that torchrun set up; returns the device of this rank."""
+    """Create the process group from torchrun's variables; returns the device of this rank."""
     timeout = timedelta(minutes=config.timeout_minutes)
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", timeout=timeout)
@@ -344,8 +344,8 @@ def init_process_group(config: Config) -> torch.device:
     device = set_up_gpu(config)
     # cuDNN attention builds a plan for each new shape, and while sampling each token has one.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # gloo beside NCCL communicates tensors in CPU memory: pickled Python objects and, with
-    # --cpu_offload, the norm of the gradients.
+    # gloo beside NCCL communicates tensors in CPU memory: pickled Python objects, the numbers of
+    # `max_over_ranks` and, with --cpu_offload, the norm of the gradients.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     return device
 
@@ -368,8 +368,9 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     block, whose backward comes next.
     """
     blocks = transformer_blocks(model)
-    # Both wrap a block's forward, and FSDP's hooks run around it. So a forward that is recomputed
-    # uses the parameters that were gathered for backward.
+    # Recomputation wraps a block's forward, and FSDP's hooks run around it. So a forward that is
+    # recomputed uses the parameters that were gathered for backward. The
+    # compiler skips these hooks.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)

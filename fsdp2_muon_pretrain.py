@@ -118,14 +118,14 @@ class Config(Flags):
 
 
 def init_process_group(config: Config) -> torch.device:
-    """Join the process group that torchrun set up; returns the device of this rank."""
+    """Create the process group from torchrun's variables; returns the device of this rank."""
     timeout = timedelta(minutes=config.timeout_minutes)
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
     device = set_up_gpu(config)
-    # gloo beside NCCL communicates tensors in CPU memory: pickled Python objects and, with
-    # --cpu_offload, the norm of the gradients.
+    # gloo beside NCCL communicates tensors in CPU memory: pickled Python objects, the numbers of
+    # `max_over_ranks` and, with --cpu_offload, the norm of the gradients.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     return device
 
@@ -148,8 +148,9 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     block, whose backward comes next.
     """
     blocks = transformer_blocks(model)
-    # Both wrap a block's forward, and FSDP's hooks run around it. So a forward that is recomputed
-    # uses the parameters that were gathered for backward.
+    # Recomputation wraps a block's forward, and FSDP's hooks run around it. So a forward that is
+    # recomputed uses the parameters that were gathered for backward. The
+    # compiler skips these hooks.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
@@ -557,6 +558,7 @@ def main() -> partial | None:
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]
+    # The ranks take turns to get the micro-batches of a global batch.
     batches = training.stream(tokens, accumulation, rank, ranks)
     if run.unvalidated:  # a signal has stopped the validation of this step
         loss = evaluate(model, validation, run)
@@ -566,12 +568,13 @@ def main() -> partial | None:
         started = time.perf_counter()
         batch = next(batches)
         data_seconds = time.perf_counter() - started
-        seed_by_name(config.seed, step, rank)  # for dropout
+        seed_by_name(config.seed, step, rank)  # for dropout, so no RNG state is saved
         measured = train_step(model, optimizer, batch, step, config, device)
         if step == 1:
             refuse_untrained(model, optimizer)
         tokens += batch.num_targets
-        # All ranks learn the longest wait for data, and whether any of them got a signal to stop.
+        # A signal only raises `stop_signals`, so that the step ends first. All ranks learn whether
+        # any of them got one, and the longest wait for data.
         data_seconds, run.stopping = max_over_ranks(data_seconds, run.stop_signals)
         run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:

@@ -180,13 +180,14 @@ REPEATED = {"embedding_multiplier": 1, "mup_enabled": False, "embedding_dropout"
 
 
 def init_process_group(config: Config) -> torch.device:
-    """Join the process group that torchrun set up; returns the device of this rank."""
+    """Create the process group from torchrun's variables; returns the device of this rank."""
     timeout = timedelta(minutes=config.timeout_minutes)
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
     device = set_up_gpu(config)
-    # gloo beside NCCL handles tensors in CPU memory, such as Python objects.
+    # gloo beside NCCL handles tensors in CPU memory: pickled Python objects and the numbers of
+    # `max_over_ranks`.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     return device
 
@@ -285,8 +286,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     """
     check_model(model, config)
     blocks = transformer_blocks(model)
-    # Both wrap a block's forward. TP's hooks are on the layers inside, and FSDP's hooks run around.
-    # So a forward that is recomputed repeats TP's collectives, and not FSDP's.
+    # Recomputation wraps a block's forward. TP's hooks are on the layers inside, and FSDP's hooks
+    # run around. So a forward that is recomputed repeats TP's collectives, and not FSDP's.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
@@ -728,7 +729,8 @@ def main() -> partial | None:
     loss = vocabulary_parallel_loss if config.tensor_parallel > 1 else None
     model = build_model(model_config, config, loss)
     # Count parameters and FLOPs before the model is sharded.
-    # GPT-3 has 6e-4 for 125M parameters, Llama 2 has 3e-4 for 7B. That ruins pretrained weights.
+    # The default peak of the learning rate. (GPT-3 has 6e-4 for 125M parameters, Llama 2 3e-4 for
+    # 7B.) Such rates ruin pretrained weights, so with --init_from it is a tenth.
     default = 3e-3 if model.num_parameters() < 10_000_000 else 3e-4
     set_learning_rates(config, default / 10 if config.init_from else default)
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
@@ -748,6 +750,7 @@ def main() -> partial | None:
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]
+    # The ranks take turns to get the micro-batches of a global batch.
     batches = training.stream(tokens, accumulation, dp_rank, dp_size)
     if run.unvalidated:  # a signal has stopped the validation of this step
         loss = evaluate(model, validation, run)
@@ -757,12 +760,13 @@ def main() -> partial | None:
         started = time.perf_counter()
         batch = next(batches)
         data_seconds = time.perf_counter() - started
-        seed_by_name(config.seed, step, rank)  # for dropout
+        seed_by_name(config.seed, step, rank)  # for dropout, so no RNG state is saved
         measured = train_step(model, optimizer, batch, step, config, device)
         if step == 1:
             refuse_untrained(model, optimizer)
         tokens += batch.num_targets
-        # All ranks learn the longest wait for data, and whether any of them got a signal to stop.
+        # A signal only raises `stop_signals`, so that the step ends first. All ranks learn whether
+        # any of them got one, and the longest wait for data.
         data_seconds, run.stopping = max_over_ranks(data_seconds, run.stop_signals)
         run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:

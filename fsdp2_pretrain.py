@@ -5,12 +5,18 @@
 When to use it: parameters, gradients and optimizer state do not fit on one GPU, or leave too little
 room for activations.
 
+FSDP is data parallelism: each rank (a process, usually with one GPU) computes all blocks, on
+micro-batches of its own. Only what is stored is sharded. In an all-gather each rank brings its
+shard and gets the full tensor. In a reduce-scatter each rank brings a full tensor and gets its
+shard of the sum (docs/collectives.md shows both).
+
 A DTensor is a tensor that is spread over ranks. Its `shape` is the shape of the full tensor, but
 each rank holds only a shard, `to_local()`. FSDP2 shards each parameter along dimension 0.
 
 Memory per rank, with N ranks: 1/N of the fp32 parameters, gradients and AdamW moments, 16/N bytes
 per parameter. On top come the full parameters of the block that computes, of the next one, whose
-all-gather overlaps, and of the root, and in backward the block's full gradients.
+all-gather overlaps, and of the root (what is outside the blocks), and in backward the block's full
+gradients.
 
 Communication volume per micro-batch, with P the bytes of the parameters in compute precision and G
 the bytes of the fp32 gradients: each block's parameters are all-gathered for its forward and again
@@ -20,6 +26,7 @@ embedding, the last norm and the head are gathered once.) DDP all-reduces once p
 and as much as DDP in bf16, where P is half of G.
 
 The idea is ZeRO-3 (arXiv 1910.02054). PyTorch FSDP is described in arXiv 2304.11277.
+docs/own_loop.md has these pieces for a model that is not transformers'.
 """
 
 import math
@@ -96,14 +103,14 @@ class Config(Flags):
 
 
 def init_process_group(config: Config) -> torch.device:
-    """Join the process group that torchrun set up; returns the device of this rank."""
+    """Create the process group from torchrun's variables; returns the device of this rank."""
     timeout = timedelta(minutes=config.timeout_minutes)
     if not torch.cuda.is_available():
         dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
     device = set_up_gpu(config)
-    # gloo beside NCCL communicates tensors in CPU memory: pickled Python objects and, with
-    # --cpu_offload, the norm of the gradients.
+    # gloo beside NCCL communicates tensors in CPU memory: pickled Python objects, the numbers of
+    # `max_over_ranks` and, with --cpu_offload, the norm of the gradients.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     return device
 
@@ -128,8 +135,9 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     if config.precision == "float8":
         use_float8(model)
     blocks = transformer_blocks(model)
-    # Both wrap a block's forward, and FSDP's hooks run around it. So a forward that is recomputed
-    # uses the parameters that were gathered for backward.
+    # Recomputation wraps a block's forward, and FSDP's hooks run around it. So a forward that is
+    # recomputed uses the parameters that were gathered for backward. The
+    # compiler skips these hooks.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
@@ -320,7 +328,8 @@ def main() -> partial | None:
     device = init_process_group(config)
     model = build_model(model_config, config)
     # Count parameters and FLOPs before the model is sharded.
-    # GPT-3 has 6e-4 for 125M parameters, Llama 2 has 3e-4 for 7B. That ruins pretrained weights.
+    # The default peak of the learning rate. (GPT-3 has 6e-4 for 125M parameters, Llama 2 3e-4 for
+    # 7B.) Such rates ruin pretrained weights, so with --init_from it is a tenth.
     default = 3e-3 if model.num_parameters() < 10_000_000 else 3e-4
     set_learning_rates(config, default / 10 if config.init_from else default)
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
@@ -340,6 +349,7 @@ def main() -> partial | None:
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]
+    # The ranks take turns to get the micro-batches of a global batch.
     batches = training.stream(tokens, accumulation, rank, ranks)
     if run.unvalidated:  # a signal has stopped the validation of this step
         loss = evaluate(model, validation, run)
@@ -349,12 +359,13 @@ def main() -> partial | None:
         started = time.perf_counter()
         batch = next(batches)
         data_seconds = time.perf_counter() - started
-        seed_by_name(config.seed, step, rank)  # for dropout
+        seed_by_name(config.seed, step, rank)  # for dropout, so no RNG state is saved
         measured = train_step(model, optimizer, batch, step, config, device)
         if step == 1:
             refuse_untrained(model, optimizer)
         tokens += batch.num_targets
-        # All ranks learn the longest wait for data, and whether any of them got a signal to stop.
+        # A signal only raises `stop_signals`, so that the step ends first. All ranks learn whether
+        # any of them got one, and the longest wait for data.
         data_seconds, run.stopping = max_over_ranks(data_seconds, run.stop_signals)
         run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:
