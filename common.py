@@ -938,6 +938,8 @@ class ApplicationState(Stateful):
 def load_checkpoint(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Load model and optimizer from a checkpoint of either style; each rank reads what it holds."""
     application = ApplicationState(model, optimizer)
+    if read_description(checkpoint)["checkpoint_style"] == "stateful":
+        return read_checkpoint(checkpoint, {"app": application})
     state_dict = application.state_dict()
     read_checkpoint(checkpoint, state_dict)
     application.load_state_dict(state_dict)
@@ -952,7 +954,7 @@ def read_description(checkpoint: Path) -> dict:
 def read_checkpoint(checkpoint: Path, state_dict: dict) -> None:
     """Fill the tensors of a state dict from a checkpoint of either style."""
     before = read_description(checkpoint)
-    if before["checkpoint_style"] == "stateful":
+    if before["checkpoint_style"] == "stateful" and "app" not in state_dict:
         state_dict = {"app": state_dict}
     optimizer = before.get("optimizer", "an unknown optimizer")
     with refusing(

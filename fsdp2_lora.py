@@ -632,7 +632,7 @@ def write_adapter(run: Run, adapters: dict) -> None:
         in_peft = {f"base_model.model.{name}": tensor for name, tensor in adapters.items()}
         save_file(in_peft, temporary / "adapter_model.safetensors", metadata={"format": "pt"})
         temporary.rename(run.directory / "adapter")
-    common.say(f"files: {run.config.run_dir}/adapter for PEFT")
+    common.say(f"files: {run.directory}/adapter for PEFT")
 
 
 def read_merged(config: Config, adapters: dict, checkpoint: Path, state_dict: dict) -> None:
