@@ -854,8 +854,8 @@ def test_metrics_are_those_of_the_interface(finished):
 
 def test_a_teacher_alone_needs_no_reward(reinforce, tmp_path):
     """Nor several answers to a prompt. The divergence falls, also on held-out prompts."""
-    own = {"answers": 1, "prompts": 32, "steps": 40, "eval_every": 40, "teacher_weight": None}
-    own |= {"learning_rate": 2e-2, "reference_weight": 0.0, "eval_answers": 8}
+    own = {"answers": 1, "prompts": 64, "steps": 30, "eval_every": 30, "teacher_weight": None}
+    own |= {"learning_rate": 1e-2, "reference_weight": 0.0, "eval_answers": 64}
     done = reinforce("raise ValueError('called')", ranks=1, **own)
     assert (done.returncode, done.stderr) == (0, "")
     assert "step 0: validation kl " in done.stdout and "teacher_kl " in done.stdout
