@@ -352,6 +352,8 @@ def main() -> partial | None:
             run.log_validation(step, loss, validation.bytes_per_target())
         last = step == config.steps or run.stopping
         if config.checkpoint_every and (last or step % config.checkpoint_every == 0):
+            # Each rank writes its part, under full names and shapes. So any number of ranks can
+            # load it.
             checkpoints.save(model, optimizer, run.position(step, tokens))
     checkpoints.wait()
     # `launch` calls it once the model is gone and the ranks have left the process group.

@@ -742,6 +742,8 @@ def main() -> partial | None:
             run.log_validation(step, loss, validation.bytes_per_target())
         last = step == config.steps or run.stopping
         if config.checkpoint_every and (last or step % config.checkpoint_every == 0):
+            # Each rank writes its part, under full names and shapes. So any number of ranks can
+            # load it.
             checkpoints.save(adapters, optimizer, run.position(step, tokens))
     checkpoints.wait()
     # One all-gather for each adapter. They are files of the run, and merged into hf/.

@@ -15,8 +15,8 @@ each rank holds only a shard, `to_local()`. FSDP2 shards each parameter along di
 
 Memory per rank, with N ranks: 1/N of the fp32 parameters, gradients and AdamW moments, 16/N bytes
 per parameter. On top come the full parameters of the block that computes, of the next one, whose
-all-gather overlaps, and of the root (what is outside the blocks), and in backward the block's full
-gradients.
+all-gather overlaps, and of the root (what is outside the blocks). In backward also the full
+gradients of a block, and those of the root until backward ends.
 
 Communication volume per micro-batch, with P the bytes of the parameters in compute precision and G
 the bytes of the fp32 gradients: each block's parameters are all-gathered for its forward and again
@@ -373,6 +373,8 @@ def main() -> partial | None:
             run.log_validation(step, loss, validation.bytes_per_target())
         last = step == config.steps or run.stopping
         if config.checkpoint_every and (last or step % config.checkpoint_every == 0):
+            # Each rank writes its part, under full names and shapes. So any number of ranks can
+            # load it.
             checkpoints.save(model, optimizer, run.position(step, tokens))
     checkpoints.wait()
     # `launch` calls it once the model is gone and the ranks have left the process group.
