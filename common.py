@@ -270,8 +270,8 @@ def encode_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8)
     fast = fast_tokenizer(tokenizer)
     # NOTE: fastokens 0.3.5 splits texts with these two characters differently than `tokenizers` (no
-    # others, see tests/test_tokenizers.py). It splits texts of 64 KiB and more in threads, and a
-    # fork of this process would wait for these forever.
+    # others, see tests/data/test_tokenizers.py). It splits texts of 64 KiB and more in threads, and
+    # a fork of this process would wait for these forever.
     if fast and len(text.encode()) < 65_536 and not re.search("[\u017f\u180e]", text):
         ids = fast.encode(text, add_special_tokens=True, split_special_tokens=True).ids
     else:

@@ -80,7 +80,7 @@ SHAPES = {
 }
 
 # Model types of transformers that train here exactly as with plain transformers, packed, and
-# bucketed. tests/test_types.py compares loss and gradients of each.
+# bucketed. tests/strategies/test_types.py compares loss and gradients of each.
 PACKED_TYPES = """
     afmoe arcee aria_text axk1 beam biogpt bitnet codegen cohere cohere2 cohere2_moe
     cohere_compass_text ctrl deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe

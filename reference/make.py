@@ -74,7 +74,7 @@ FOLDERS = {
     "packed": QWEN2 | {"tie_word_embeddings": True},
     "chat": QWEN2 | {"tie_word_embeddings": False},
 }
-# Twice the largest relative difference of a right loop in bf16, see tests/test_reference.py.
+# Twice the largest relative difference of a right loop in bf16, see test_reference.py.
 BF16_TOLERANCE = {"dense": 7e-3, "moe": 3e-3, "packed": 5e-3, "chat": 6e-3}
 MARGIN = 0.5  # between router logits of the last expert chosen and the first one not chosen
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EXPERTS, HANGS, INSIDE, MUON, ROOT, SCRIPTS, small_shape
 from grid import share
-from test_types import plain_model
+from launching import EXPERTS, HANGS, INSIDE, MUON, ROOT, SCRIPTS, small_shape
+from small_models import plain_model
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
@@ -71,7 +71,7 @@ class Seen(dict):
             runs.append((script.removesuffix(".py"), sizes | flags))
         runs.append(("fsdp2_pretrain", "starts"))
         done = subprocess.run(
-            [sys.executable, str(ROOT / "tests/fake_cuda.py"), json.dumps(runs)],
+            [sys.executable, str(ROOT / "tests/support/fake_cuda.py"), json.dumps(runs)],
             env=os.environ, capture_output=True, text=True, timeout=HANGS,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-3000:]
