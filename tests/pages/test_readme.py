@@ -368,6 +368,9 @@ def quick_programs(tmp_path_factory):
 
 
 @pytest.mark.drill
+@pytest.mark.skipif(
+    sys.version_info[:2] != (3, 11), reason="the pages train on the library of Python 3.11"
+)
 @pytest.mark.parametrize(
     "page", share(page.stem for page in PAGES if "<!-- try -->" in TEXT[page.name])
 )
