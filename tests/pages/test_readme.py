@@ -195,7 +195,8 @@ def test_first_run(tmp_path):
     [write] = re.findall("`(python sample.py .* --prompt .*?)`", README)
     assert re.search(r"try:   (.*)", printed)[1] in write
     written = run(write, quiet=False)
-    assert re.search(r"\b(self|return|if|for)\b", written)  # a newcomer sees that it is Python
+    words = r"\b(self|def|return|if|for|import|raise|list|None|True|False)\b"
+    assert re.search(words, written)  # a newcomer sees that it is Python
     following = re.search(r"next:  (.*)", printed)[1]
     pretrain, tune, reinforce, chat = block("chain", "recipes.md")
     assert pretrain == command and "fsdp2_tp_pretrain.py" in following
