@@ -42,18 +42,18 @@ decay are from arXiv 2502.16982.
 import math
 import os
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, PositiveInt
 from pydantic.dataclasses import dataclass
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 import common
@@ -63,6 +63,7 @@ from model import (
     checkpoint_activations,
     compile_blocks,
     count_flops,
+    fused_outputs,
     initialize,
     modules_outside_blocks,
     seed_by_name,
@@ -92,11 +93,6 @@ class Config(Flags):
     """The flags of this script, beside the shared ones."""
 
     text_column: str = flag("text", "column of the dataset that holds the text")
-    learning_rate: PositiveFloat | None = flag(
-        None,
-        "peak learning rate of Muon and AdamW. The default depends on the model: 1e-2 with fewer "
-        "than 10 million parameters, otherwise 3e-4; a tenth of that with --init_from",
-    )
     momentum: Annotated[float, Field(ge=0, lt=1)] | None = flag(
         None,
         "decay of Muon's moving average of gradients. The default depends on the model: 0.7 with "
@@ -203,8 +199,12 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     return model
 
 
+# A rank orthogonalizes small matrices together, up to this many numbers: 64 MB in bf16.
+BATCH_NUMBERS = 2**25
+
+
 class Muon(AdamW):
-    """Muon for the parameters in `matrices`, AdamW for the others.
+    """Muon for the parameters in `layouts`, AdamW for the others.
 
     Muon's momentum has the name of AdamW's first moment, because it is the same moving average. So
     this script can resume a checkpoint of any other pretraining script. The others cannot resume
@@ -215,8 +215,8 @@ class Muon(AdamW):
 
     Args:
         groups: parameter groups, as for AdamW.
-        matrices: parameters of any group, [rows, columns] or [experts, rows, columns], that
-            `fully_shard` has sharded.
+        layouts: of parameters in any group, [rows, columns] or [experts, rows, columns], that
+            `fully_shard` has sharded: which matrices each holds (`fused_outputs` in model.py).
         momentum: decay of the moving average.
         dtype: of the orthogonalization and of its all-to-alls.
     """
@@ -224,98 +224,88 @@ class Muon(AdamW):
     def __init__(
         self,
         groups: list[dict],
-        matrices: set[nn.Parameter],
+        layouts: dict[nn.Parameter, tuple],
         momentum: float,
         dtype: torch.dtype,
         **options: Any,
     ):
         super().__init__(groups, **options)
-        missing = matrices - {p for group in self.param_groups for p in group["params"]}
-        if missing:  # as from before `parallelize`: AdamW would update all matrices
-            raise ValueError(f"{len(missing)} of Muon's matrices are in no parameter group")
-        self.matrices, self.momentum, self.dtype = matrices, momentum, dtype
+        if not layouts.keys() <= {p for group in self.param_groups for p in group["params"]}:
+            # They are from before `parallelize`, for example. AdamW would update all matrices.
+            raise ValueError("some of Muon's matrices are in no parameter group")
+        self.layouts = layouts
+        self.momentum = momentum
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         """Update this rank's shards of all parameters. A collective."""
         for group in self.param_groups:
-            trained = [p for p in group["params"] if p in self.matrices and p.grad is not None]
-            for matrices in batches_of_matrices(trained):
+            trained = [p for p in group["params"] if p in self.layouts and p.grad is not None]
+            for matrices in self.batches(trained):
                 self.update(matrices, group["lr"], group["weight_decay"])
         super().step()  # AdamW, for all that still have a gradient
 
+    def batches(self, parameters: list[nn.Parameter]) -> Iterator[list]:
+        """Group parameters of one shape and layout, which the ranks process at the same time.
+
+        Small matrices are batched, because a GPU multiplies one in less time than a launch takes.
+        """
+        alike = {}
+        for parameter in parameters:
+            kind = parameter.shape, self.layouts[parameter]
+            alike.setdefault(kind, []).append(parameter)
+        for matrices in alike.values():
+            size = max(1, BATCH_NUMBERS // matrices[0].numel())
+            size *= matrices[0].device_mesh.size(-1)
+            yield from (matrices[i : i + size] for i in range(0, len(matrices), size))
+
     def update(self, matrices: list[nn.Parameter], rate: float, weight_decay: float) -> None:
-        """Update matrices of one shape, or a stack, and free their gradients. A collective."""
+        """Update matrices of one layout and free their gradients. A collective."""
         shards = [matrix.to_local() for matrix in matrices]
         gradients = [matrix.grad.to_local() for matrix in matrices]
-        momenta = [self.first_moment(matrix).to_local() for matrix in matrices]
+        for matrix in matrices:
+            if not self.state[matrix]:  # AdamW expects a step when it loads a checkpoint
+                moment = torch.zeros_like(matrix)
+                self.state[matrix] = {"step": torch.zeros(()), "exp_avg": moment}
+        momenta = [self.state[matrix]["exp_avg"].to_local() for matrix in matrices]
         torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
         # Nesterov: look one step ahead, as if the next gradient were the same.
         directions = torch._foreach_lerp(gradients, momenta, self.momentum)
-        updates = orthogonalize(directions, matrices[0], self.dtype)  # two all-to-alls
-        # Orthogonal rows or columns have entries with a root mean square of
-        # 1 / sqrt(max(rows, columns)). Scale them to 0.2, which is about that of AdamW's updates,
-        # so that both can use the same learning rate.
-        scale = 0.2 * math.sqrt(max(matrices[0].shape[-2:]))
+        # The shards may be offloaded, so move them to the device: [parameters, own rows, columns]
+        stack = torch.stack(directions).to(matrices[0].device_mesh.device_type, self.dtype)
+        updates = orthogonalize(stack, matrices[0], self.layouts[matrices[0]])  # two all-to-alls
         torch._foreach_mul_(shards, 1 - rate * weight_decay)
-        torch._foreach_add_(shards, updates, alpha=-rate * scale)
+        torch._foreach_add_(shards, list(updates.to(shards[0])), alpha=-rate)
         for matrix in matrices:
             matrix.grad = None  # AdamW skips a parameter without a gradient
 
-    def first_moment(self, matrix: nn.Parameter) -> DTensor:
-        """Return the moving average of a matrix's gradients, zeros before the first step."""
-        state = self.state[matrix]
-        if not state:
-            state["step"] = torch.zeros(())  # AdamW expects it when it loads a checkpoint
-            state["exp_avg"] = torch.zeros_like(matrix)
-        return state["exp_avg"]
-
-
-# A rank orthogonalizes small matrices together, up to this many numbers: 64 MB in bf16.
-BATCH_NUMBERS = 2**25
-
-
-def batches_of_matrices(parameters: list[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """Return what the ranks orthogonalize at the same time: matrices of one shape, or a stack.
-
-    Small matrices are batched, because a GPU multiplies one in less time than a launch takes.
-    """
-    of_shape = {}
-    for parameter in parameters:
-        of_shape.setdefault(parameter.shape, []).append(parameter)
-    batches = []
-    for shape, matrices in of_shape.items():
-        size = 1
-        if len(shape) == 2:
-            size = max(1, BATCH_NUMBERS // shape.numel()) * matrices[0].device_mesh.size(-1)
-        batches += [matrices[i : i + size] for i in range(0, len(matrices), size)]
-    return batches
-
 
 def orthogonalize(
-    directions: list[torch.Tensor], matrix: DTensor, dtype: torch.dtype
-) -> list[torch.Tensor]:
-    """Orthogonalize sharded matrices of one shape, or a stack of experts.
+    stack: torch.Tensor,
+    matrix: nn.Parameter,
+    layout: tuple,
+) -> torch.Tensor:
+    """Orthogonalize and scale sharded matrices of one layout, or stacks of experts. A collective.
 
     Args:
-        directions: this rank's shards, each [its rows, columns].
+        stack: this rank's shards, [parameters, its rows, columns] or [parameters, its experts,
+            rows, columns]. It may be overwritten.
         matrix: one of the parameters, which has the full shape and the mesh of the ranks.
-        dtype: of the computation and the communication.
+        layout: which matrices each parameter holds.
 
     Returns:
-        This rank's shards of the results.
+        This rank's shards of the updates.
     """
-    mesh = matrix.device_mesh
-    # The shards may be offloaded, so move them to the device: [matrices, own rows, columns]
-    stack = torch.stack(directions).to(mesh.device_type, dtype)
     if matrix.ndim == 3:  # FSDP2 shards experts, so each rank has some of them in full
-        return [newton_schulz(stack[0]).to(directions[0])]
+        return orthogonal_updates(stack.flatten(0, 1), *layout).view_as(stack)
 
-    group = mesh.get_group(-1)  # with HSDP the ranks of a row; each row does the same
-    rank, ranks = group.rank(), group.size()
+    group = matrix.device_mesh.get_group(-1)  # with HSDP, a row's ranks; each row does the same
+    rank = group.rank()
+    ranks = group.size()
     rows, columns = matrix.shape
     rows_of = shares(rows, ranks)  # as FSDP2 shards them
-    matrices_of = shares(len(directions), ranks)  # that a rank orthogonalizes
+    matrices_of = shares(len(stack), ranks)  # that a rank orthogonalizes
 
     # Send my rows of every matrix to its rank. The numbers to send and to receive, by rank:
     sent = [count * rows_of[rank] * columns for count in matrices_of]
@@ -323,22 +313,44 @@ def orthogonalize(
     flat = stack.view(-1)
     full = flat.new_empty(sum(received))
     dist.all_to_all_single(full, flat, received, sent, group)
-    if matrices_of[rank]:
-        # Rows arrive by rank, which is their order in a matrix.
-        parts = [
-            part.view(matrices_of[rank], count, columns)
-            for part, count in zip(full.split(received), rows_of)
-        ]
-        full = newton_schulz(torch.cat(parts, dim=1))  # [matrices, rows, columns]
-        full = torch.cat([part.flatten() for part in full.split(rows_of, dim=1)])
+    # Rows arrive by rank, which is their order in a matrix.
+    parts = [
+        part.view(matrices_of[rank], count, columns)
+        for part, count in zip(full.split(received), rows_of)
+    ]
+    full = orthogonal_updates(torch.cat(parts, dim=1), *layout)  # [matrices, rows, columns]
+    full = torch.cat([part.flatten() for part in full.split(rows_of, dim=1)])
     dist.all_to_all_single(flat, full, sent, received, group)  # the way back, into `stack`
-    return list(stack.to(directions[0]))
+    return stack
 
 
 def shares(number: int, ranks: int) -> list[int]:
     """Divide a number among ranks: equal shares, but the last ranks may get less, or nothing."""
     most = math.ceil(number / ranks)
     return [max(0, min(most, number - rank * most)) for rank in range(ranks)]
+
+
+def orthogonal_updates(
+    full: torch.Tensor,
+    dim: int,
+    groups: int,
+    sizes: tuple,
+) -> torch.Tensor:
+    """Orthogonalize and scale every matrix in parameters, such as q, k and v that share one.
+
+    Args:
+        full: [parameters, rows, columns].
+        dim: of the outputs, which are in `groups` groups. Each has `sizes` outputs of the matrices.
+    """
+    updates = []
+    for part in full.unflatten(dim, (groups, -1)).split(sizes, dim):
+        update = newton_schulz(part.flatten(dim - 1, dim))
+        # Orthogonal rows or columns have entries with a root mean square of
+        # 1 / sqrt(max(rows, columns)). Scale them to 0.2, which is about that of AdamW's updates,
+        # so that both can use the same learning rate.
+        scale = 0.2 * math.sqrt(max(update.shape[1:]))
+        updates.append(scale * update.unflatten(dim, (groups, -1)))
+    return torch.cat(updates, dim).flatten(dim - 1, dim)
 
 
 def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
@@ -351,15 +363,15 @@ def newton_schulz(matrices: torch.Tensor) -> torch.Tensor:
     Args:
         matrices: [matrices, rows, columns].
     """
-    is_tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if is_tall else matrices  # so that X Xᵀ has the smaller size
+    if matrices.shape[-2] > matrices.shape[-1]:
+        return newton_schulz(matrices.mT).mT  # so that X Xᵀ has the smaller size
     # No singular value exceeds this norm, and the iteration needs values of at most 1.
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    x = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315)
         x = torch.baddbmm(x, polynomial, x, beta=3.4445)
-    return x.mT if is_tall else x
+    return x
 
 
 def train_step(
@@ -443,18 +455,20 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
 # --- Optimizer and schedule -----------------------------------------------------------------------
 
 
-def muon_matrices(model: nn.Module) -> set[nn.Parameter]:
-    """Return the parameters that Muon updates: the matrices of the blocks, and stacks of matrices.
+def muon_layouts(model: nn.Module) -> dict[nn.Parameter, tuple]:
+    """Return the parameters that Muon updates, the matrices of the blocks, and what each holds.
 
-    These decay. The kernels of convolutions, [channels, 1, width], are no matrices.
+    These decay. The kernels of convolutions, [channels, channels of a group, width], are no
+    matrices.
     """
     decayed, in_blocks = weight_decay_names(model), set(transformer_blocks(model).parameters())
-    matrices = set()
-    for name, parameter in model.named_parameters():
-        trained = parameter.requires_grad and name in decayed
-        if trained and parameter in in_blocks and min(parameter.shape[1:]) > 1:
-            matrices.add(parameter)
-    return matrices
+    return {
+        parameter: fused_outputs(name, parameter.shape, model.config)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        if parameter in in_blocks
+        if name in decayed and (parameter.ndim == 2 or "conv" not in name)
+    }
 
 
 def build_optimizer(model: nn.Module, config: Config) -> Muon:
@@ -474,7 +488,7 @@ def build_optimizer(model: nn.Module, config: Config) -> Muon:
     ]
     return Muon(
         groups,
-        muon_matrices(model),
+        muon_layouts(model),
         config.momentum,
         torch.float32 if config.precision == "fp32" else torch.bfloat16,
         lr=config.learning_rate,
@@ -495,7 +509,7 @@ def set_momentum(config: Config, model: nn.Module) -> None:
     Small models learn faster with a moving average of about 3 steps than of 20 (docs/muon.md).
     """
     if config.momentum is None:
-        size = sum(matrix.numel() for matrix in muon_matrices(model))
+        size = sum(matrix.numel() for matrix in muon_layouts(model))
         config.momentum = 0.7 if size < 10_000_000 else 0.95
 
 

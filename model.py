@@ -258,14 +258,14 @@ def forward_with_loss(
     if target_positions is not None:
         hidden = hidden[target_positions]  # [targets, hidden size]
         labels = labels[target_positions]  # [targets]
-    head = self.get_output_embeddings()
+    head = [*self.get_output_embeddings().parameters()]  # weight, and in some types a bias
     if len(labels) <= CHUNK_TOKENS:
-        return loss(hidden, head.weight, head.bias, labels)
-    in_bf16 = head.weight.dtype == torch.bfloat16 or torch.is_autocast_enabled(hidden.device.type)
+        return loss(hidden, labels, *head)
+    in_bf16 = head[0].dtype == torch.bfloat16 or torch.is_autocast_enabled(hidden.device.type)
     if in_bf16 and torch.is_grad_enabled():
-        return LossOfChunks.apply(loss, hidden, labels, head.weight, head.bias)
+        return LossOfChunks.apply(loss, hidden, labels, *head)
     return sum(
-        checkpoint(loss, chunk, head.weight, head.bias, targets, use_reentrant=False)
+        checkpoint(loss, chunk, targets, *head, use_reentrant=False)
         for chunk, targets in zip(hidden.split(CHUNK_TOKENS), labels.split(CHUNK_TOKENS))
     )
 
@@ -281,18 +281,18 @@ class LossOfChunks(torch.autograd.Function):
     @staticmethod
     def forward(ctx, loss, hidden, labels, *head):
         # Leaves of their own, in the same memory: their gradients stay in here.
-        head = [None if t is None else t.detach().requires_grad_(t.requires_grad) for t in head]
-        for tensor in filter(torch.is_tensor, head):
+        head = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in head]
+        for tensor in head:
             tensor.grad_dtype = torch.float32
         chunks = hidden.detach().split(CHUNK_TOKENS)
         total = 0
         for chunk, targets in zip(chunks, labels.split(CHUNK_TOKENS)):
             with torch.enable_grad():
-                chunk_total = loss(chunk.requires_grad_(), *head, targets)
+                chunk_total = loss(chunk.requires_grad_(), targets, *head)
             chunk_total.backward()
             total += chunk_total.detach()
         of_hidden = torch.cat([chunk.grad for chunk in chunks])
-        ctx.save_for_backward(of_hidden, *(t if t is None else t.grad for t in head))
+        ctx.save_for_backward(of_hidden, *(tensor.grad for tensor in head))
         return total
 
     @staticmethod
@@ -302,7 +302,10 @@ class LossOfChunks(torch.autograd.Function):
 
 
 def chunk_loss(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the summed cross entropy in fp32. (F.linear_cross_entropy sums in bf16: 0.4 % off.)"""
     # Some decoders (Mamba) return fp32 hidden states although the parameters are bf16.
@@ -343,7 +346,7 @@ def document_attention(
     # Under autocast, rotary embeddings return fp32 queries and keys.
     query, key = query.to(value.dtype), key.to(value.dtype)
     if not query.is_cuda or query.dtype == torch.float32:
-        return attend_one_by_one(query, key, value, cu_seq_lens_q, scaling), None
+        return attend_one_by_one([query, key, value], cu_seq_lens_q, scaling), None
     output = varlen_attn(
         *(tensor[0].transpose(0, 1) for tensor in (query, key, value)),  # [length, heads, size]
         cu_seq_lens_q,
@@ -359,11 +362,7 @@ def document_attention(
 
 @torch.compiler.disable  # document lengths differ in every micro-batch
 def attend_one_by_one(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    boundaries: torch.Tensor,
-    scaling: float | None,
+    heads: list[torch.Tensor], boundaries: torch.Tensor, scaling: float | None
 ) -> torch.Tensor:
     """Attend as `document_attention`, without the kernel that needs CUDA and half precision."""
     lengths = [length for length in boundaries.diff().tolist() if length]
@@ -371,7 +370,7 @@ def attend_one_by_one(
         nn.functional.scaled_dot_product_attention(
             *document, is_causal=True, scale=scaling, enable_gqa=True
         )
-        for document in zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)))
+        for document in zip(*(tensor.split(lengths, dim=2) for tensor in heads))
     ]
     return torch.cat(outputs, dim=2).transpose(1, 2).contiguous()  # [1, length, heads, size]
 
@@ -403,8 +402,11 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
     if mode == "selective":
         # transformers adds the biases of experts to the results of their matmuls in place, so
         # these cannot be kept.
-        names = [name for block in blocks for name, _ in block.named_parameters()]
-        biased = any("experts." in name and name.endswith("bias") for name in names)
+        biased = any(
+            "experts." in name and name.endswith("bias")
+            for block in blocks
+            for name, _ in block.named_parameters()
+        )
         policy = partial(keep_expensive, biased)
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     elif mode != "full":
@@ -426,8 +428,7 @@ def keep_expensive(biased: bool, _, operator: Any, *args, **kwargs) -> Checkpoin
     Matmuls of `biased` experts are recomputed, too.
     """
     # Parts of operators' names, such as aten.addmm.default. c10d: collectives.
-    expensive = ["mm.", "attention", "attn", "c10d"]
-    kept = any(part in str(operator) for part in expensive)
+    kept = re.search("mm[.]|attention|attn|c10d", str(operator))
     if kept and not (biased and "grouped_mm" in str(operator)):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
@@ -509,6 +510,38 @@ def weight_decay_names(model: nn.Module) -> set[str]:
     }
 
 
+def fused_outputs(name: str, shape: torch.Size, config: Any) -> tuple:
+    """Return which matrices of one input a parameter in a block holds: one or, if fused, several.
+
+    Phi-3 has q, k and v in one parameter, and gate and up in another. Llama has each in its own. If
+    an optimizer took them for one matrix, both would not train alike, though they compute the same.
+
+    Returns:
+        The dimension of the outputs, in how many groups they are, and how many outputs of a group
+        belong to each matrix.
+    """
+    dim = -2 if shape[-1] == config.hidden_size else -1
+    outputs = shape[dim]
+    if re.search("gate_up_proj|mlp.input_linear", name):
+        half = outputs // 2
+        groups = half if config.model_type == "gpt_oss" else 1  # in turns, or one after the other
+        return dim, groups, (half // groups,) * 2
+    if re.search("self_attn.qkv_proj.weight|Wqkv|c_attn|query_key_value", name):
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        keys = (outputs // size - heads) // 2
+        groups = keys if "query_key_value" in name else 1  # a head of keys with its queries
+        return dim, groups, tuple(n * size // groups for n in (heads, keys, keys))
+    return -2, 1, shape[-2:-1]
+
+
+# Types whose layers use some parameters several times, or never.
+OTHER_FLOPS = """
+    aria_text bart blenderbot blenderbot-small diffllama gpt_neo hrm_text jetmoe laguna marian mbart
+    mvp pegasus plbart trocr whisper
+""".split()
+
+
 def count_flops(model: nn.Module) -> tuple[int, int, int]:
     """Return the FLOPs of forward and backward per token, target token and squared length.
 
@@ -516,9 +549,18 @@ def count_flops(model: nn.Module) -> tuple[int, int, int]:
 
     As in PaLM (arXiv 2204.02311, appendix B): 6 per parameter and token, in the head per parameter
     and target token, and 12 x heads x head size x length per token and layer for attention.
-    Recomputation and padding do not count.
+    Recomputation and padding do not count. Zeros if a model computes otherwise, as with windows,
+    latent or linear attention. tests/strategies/test_types.py compares with torch's own count.
     """
     config = model.config
+    if (
+        set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}
+        or config.model_type in OTHER_FLOPS
+        or config.model_type not in BUCKETED_TYPES
+        or getattr(config, "sliding_window", None)
+        or hasattr(config, "kv_lora_rank")
+    ):
+        return 0, 0, 0
     in_head = model.get_output_embeddings().weight.numel()
     in_blocks = model.num_parameters(exclude_embeddings=True)  # these are looked up
     if not config.tie_word_embeddings:
@@ -527,10 +569,6 @@ def count_flops(model: nn.Module) -> tuple[int, int, int]:
     for name, parameter in model.named_parameters():
         if used and ".experts." in name and parameter.ndim == 3:  # [experts, ...]
             in_blocks -= parameter[used:].numel()
-    try:
-        heads = config.num_attention_heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        width = config.num_hidden_layers * heads * head_size
-    except (AttributeError, RuntimeError):  # no attention, or heads of several sizes
-        width = 0
-    return 6 * in_blocks, 6 * in_head, 12 * width
+    heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return 6 * in_blocks, 6 * in_head, 12 * config.num_hidden_layers * heads * head_size

@@ -105,7 +105,7 @@ class Flags:
         550, "optimizer steps of the whole run; 0 prepares the data and exits"
     )
     learning_rate: PositiveFloat | None = flag(
-        None, "peak learning rate of AdamW; default: by the model's size, lower with --init_from"
+        None, "peak learning rate; default: by the model's size, lower with --init_from"
     )
     min_learning_rate: NonNegativeFloat | None = flag(
         None, "learning rate at the end of the decay; default: a fiftieth of the peak"
@@ -410,7 +410,8 @@ class Run:
 
     Args:
         model: as it is before a strategy shards it.
-        flops: of forward and backward, per token, target token and squared sequence length.
+        flops: of forward and backward, per token, target token and squared sequence length. Zeros
+            if they are not known: `mfu` is null then.
         documents: of `common.load_documents`.
     """
 
@@ -438,7 +439,7 @@ class Run:
         if config.init_from:  # export in the same dtype
             model.config.dtype = transformers.AutoConfig.from_pretrained(config.init_from).dtype
         gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
-        self.peak = config.peak_tflops or peak_tflops(gpu)
+        self.peak = (config.peak_tflops or peak_tflops(gpu)) if any(flops) else None
 
         data = documents.data
         self.num_documents = np.count_nonzero(data["num_targets"])

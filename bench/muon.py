@@ -87,7 +87,7 @@ def measure_bytes(data: Any) -> dict[str, float]:
     """Return what Muon and torch.optim.Muon, which knows only bf16, send on the same shards."""
     config = fsdp2_muon_pretrain.Config(precision="bf16")
     session = shared.Session(fsdp2_muon_pretrain, config, data)
-    matrices = [p for p in session.model.parameters() if p in session.optimizer.matrices]
+    matrices = [p for p in session.model.parameters() if p in session.optimizer.layouts]
     peer = torch.optim.Muon(matrices, lr=1e-3, adjust_lr_fn="match_rms_adamw")
     return {"ours": sent(session.optimizer), "torch.optim.Muon": sent(peer)}
 

@@ -510,7 +510,7 @@ def dry_run(script: Any, config: Any, vocabulary: int, watch: Watch | None = Non
         others = load_others(script, config, shape)
         batch = batch_of(script, config)
         kept = observe(script, config, model, optimizer, batch, watch, others)
-        exchanged = [p for p in getattr(optimizer, "matrices", ()) if p.ndim == 2]
+        exchanged = [p for p in getattr(optimizer, "layouts", ()) if p.ndim == 2]
         frozen, adapters = [], []
         in_others = [each for other in others.values() for each in parameters_of(other)]
         if hasattr(script, "LoraLinear"):

@@ -40,6 +40,8 @@ CASES = {
     **{name: {"model": name} for name in SHAPES},
     # Two matrices, so that with four ranks two have nothing to do.
     "two_matrices": {"model": "plain", "trained": "layers.0.self_attn.k_proj.weight"},
+    # Parameters that hold q, k and v: below each other, side by side, and for each head.
+    **{name: {"model": name} for name in ("phi3", "gpt2", "gpt_neox")},
     "experts": {"model": "four_experts"},
     "three_experts": {"model": "three_experts"},  # the fourth rank has none
     "offloaded": {"model": "plain", "cpu_offload": True},
@@ -55,6 +57,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("muon")
     for name, changes in SHAPES.items():
         small_shape(**changes).save_pretrained(folder / name)
+    for name in ("phi3", "gpt2", "gpt_neox"):
+        plain_model(name, tie_word_embeddings=True).config.save_pretrained(folder / name)
     for name, number in {"three": 3, "four": 4}.items():
         shape = small_mixture(num_local_experts=number)
         shape.save_pretrained(folder / f"{name}_experts")
@@ -90,41 +94,64 @@ def exact(monkeypatch):
     monkeypatch.setattr(_muon, "_zeropower_via_newtonschulz", changed)
 
 
+def matrices_in(name: str, tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the matrices that a parameter in a block of one of the cases' models holds."""
+    if "experts.gate_up_proj" in name:
+        return [half for expert in tensor for half in expert.chunk(2)]
+    if "experts." in name:
+        return [*tensor]
+    if "gate_up_proj" in name:
+        return [*tensor.chunk(2)]
+    if "qkv_proj" in name:
+        return [*tensor.split([64, 32, 32])]  # 4 heads of 16, 2 of keys and values
+    if "c_attn" in name:
+        return [*tensor.chunk(3, dim=1)]
+    if "query_key_value" in name:
+        return [part.flatten(0, 1) for part in tensor.view(4, 3, 16, 64).unbind(1)]
+    return [tensor]
+
+
 class Reference:
     """torch.optim.Muon for the matrices of blocks, AdamW for the rest, of a model in one process.
 
-    It knows no stacks, so each expert is a parameter of its own.
+    It knows no stacks, and no weights for several matrices, so each matrix is a parameter of its
+    own.
     """
 
     def __init__(self, model: torch.nn.Module):
-        self.stacks = [p for p in model.parameters() if p.ndim == 3]
-        self.experts = [[torch.nn.Parameter(e) for e in p.detach()] for p in self.stacks]
-        matrices = [expert for experts in self.experts for expert in experts]
-        head, others = [], []
+        self.places, matrices, head, others = [], [], [], []
         for name, p in model.named_parameters():
-            if "embed" in name or p.ndim == 1:
+            if any(word in name for word in ("embed", "wte", "wpe")) or p.ndim == 1:
                 others.append(p)
-            elif "layers." not in name:
+            elif "layers." in name or ".h." in name:
+                for place in matrices_in(name, torch.arange(p.numel()).view(p.shape)):
+                    matrices.append(torch.nn.Parameter(p.detach().flatten()[place]))
+                    self.places.append((p, place, matrices[-1]))
+            else:
                 head.append(p)
-            elif p.ndim == 2:
-                matrices.append(p)
         options = {"weight_decay": 0.1, "adjust_lr_fn": "match_rms_adamw", "nesterov": True}
         groups = [{"params": head, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
         self.muon = torch.optim.Muon(matrices, lr=0.02, momentum=0.7, **options)
-        self.adamw = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.95))
+        self.adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]], lr=0.02, betas=(0.9, 0.95)
+        )
         self.param_groups = [*self.muon.param_groups, *self.adamw.param_groups]
 
+    @torch.no_grad()
     def step(self) -> None:
-        for stack, experts in zip(self.stacks, self.experts):
-            for expert, gradient in zip(experts, stack.grad if stack.grad is not None else ()):
-                expert.grad = gradient
-            stack.grad = None
+        for parameter, place, matrix in self.places:
+            if parameter.grad is not None:
+                matrix.grad = parameter.grad.flatten()[place]
         self.muon.step()
+        for parameter, place, matrix in self.places:
+            parameter.view(-1)[place] = matrix
         self.adamw.step()
 
     def zero_grad(self) -> None:
         self.muon.zero_grad()
         self.adamw.zero_grad()
+        for parameter, _, _ in self.places:
+            parameter.grad = None
 
 
 def expected(folder, case: str) -> tuple[dict, dict]:
@@ -162,7 +189,7 @@ def test_the_momentum_depends_on_the_number_of_parameters(monkeypatch):
     """Unless the flag sets it."""
     for rows, expected in ((9_999, 0.7), (10_000, 0.95)):
         matrix = torch.empty(rows, 1000, device="meta")
-        monkeypatch.setattr(script, "muon_matrices", lambda model, matrix=matrix: {matrix})
+        monkeypatch.setattr(script, "muon_layouts", lambda model, matrix=matrix: {matrix: ()})
         for given in (None, 0.5):
             script.set_momentum(config := SimpleNamespace(momentum=given), None)
             assert config.momentum == (given or expected)
@@ -174,13 +201,13 @@ def test_muon_finds_its_matrices_in_every_group(one_rank, shape_directory):
     model, optimizer = shared.build(script, small_shape(), config, CPU)
     options = {"lr": 0.01, "fused": True}
     turned = script.Muon(
-        optimizer.param_groups[::-1], optimizer.matrices, 0.7, torch.float32, **options
+        optimizer.param_groups[::-1], optimizer.layouts, 0.7, torch.float32, **options
     )
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     turned.step()
     with_one_moment = {p for p in model.parameters() if len(turned.state[p]) == 2}
-    assert with_one_moment == optimizer.matrices and len(with_one_moment) == 2 * 7
+    assert with_one_moment == optimizer.layouts.keys() and len(with_one_moment) == 2 * 7
 
 
 @pytest.mark.parametrize("case", ["untied", "experts"])
@@ -329,17 +356,110 @@ def test_muon_updates_matrices_but_no_kernels_of_convolutions(one_rank, tmp_path
     assert found == projections and len(state) > 2 * len(found)
 
 
-def test_batches_hold_matrices_of_one_shape(monkeypatch):
+def test_batches_hold_matrices_of_one_shape_and_layout(monkeypatch):
     """Equally many per rank, up to a limit. A matrix above it is alone on its rank."""
     monkeypatch.setattr(script, "BATCH_NUMBERS", 20)
     mesh = SimpleNamespace(size=lambda dimension: 2)
     sizes = [(4, 4), (2, 4), (3, 8, 8), (4, 4), *[(2, 4)] * 4, (9, 9), (4, 4), (3, 8, 8)]
-    parameters = []
+    layouts = {}
     for size in sizes:
-        parameters.append(torch.zeros(size))
-        parameters[-1].device_mesh = mesh
-    batches = script.batches_of_matrices(parameters)
-    shapes = [[tuple(matrix.shape) for matrix in batch] for batch in batches]
-    squares = [[(4, 4)] * 2, [(4, 4)]]
-    assert shapes == [*squares, [(2, 4)] * 4, [(2, 4)], [(3, 8, 8)], [(3, 8, 8)], [(9, 9)]]
-    assert script.batches_of_matrices([]) == []
+        layouts[parameter := torch.zeros(size)] = (-2, 1, (size[-2],))
+        parameter.device_mesh = mesh
+    optimizer = SimpleNamespace(layouts=layouts)
+
+    def shapes(parameters) -> list[list]:
+        batches = script.Muon.batches(optimizer, parameters)
+        return [[tuple(matrix.shape) for matrix in batch] for batch in batches]
+
+    squares, stacks = [[(4, 4)] * 2, [(4, 4)]], [[(3, 8, 8)] * 2]
+    assert shapes([*layouts]) == [*squares, [(2, 4)] * 4, [(2, 4)], *stacks, [(9, 9)]]
+    fused, apart = [p for p in layouts if p.shape == (2, 4)][:2]
+    layouts[fused] = (-2, 1, (1, 1))
+    assert shapes([fused, apart]) == [[(2, 4)], [(2, 4)]]
+    assert shapes([]) == []
+
+
+FUSED = {  # type -> names of what holds several matrices
+    **dict.fromkeys(["gpt_neox", "bloom", "falcon", "persimmon"], ["query_key_value"]),
+    **dict.fromkeys(["gpt2", "gpt_bigcode"], ["c_attn"]),
+    **dict.fromkeys(["glm", "glm4", "gpt_oss", "aria_text", "qwen3_moe", "zaya"], ["gate_up_proj"]),
+    "phi3": ["qkv_proj", "gate_up_proj"],
+    "mpt": ["Wqkv"],
+    "jetmoe": ["input_linear"],
+    "granitemoehybrid": ["gate_up_proj", "input_linear"],
+}
+
+
+@torch.no_grad()
+def depends(name: str, model, places: list, zeroed: int, changed: list[int]) -> bool:
+    """Whether the output of a parameter's module depends on some of its matrices without another.
+
+    Args:
+        name: of the parameter.
+        places: of the matrices among its outputs.
+    """
+    weight, seen = model.get_parameter(name), []
+    before = weight.clone()
+    module = model.get_submodule(name.removesuffix(".weight").rpartition(".")[0])
+    hook = module.register_forward_hook(
+        lambda module, given, output: seen.append(
+            output if output.__class__ is torch.Tensor else output[0]
+        )
+    )
+    dim = script.fused_outputs(name, weight.shape, model.config)[0]
+    weight.index_fill_(dim, places[zeroed], 0.0)
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        for i in changed:
+            weight.index_copy_(
+                dim, places[i], torch.randn_like(weight.index_select(dim, places[i]))
+            )
+        model(torch.arange(3, 15)[None], use_cache=False)
+    hook.remove()
+    weight.copy_(before)
+    return not torch.equal(*seen)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_weights_are_divided_as_the_model_uses_them(name):
+    """Without its values an attention does not depend on queries and keys, without queries not on
+    keys; without its gate an MLP does not depend on the rest, nor the other way round."""
+    model = plain_model(name)
+    for parameter in (p for other, p in model.named_parameters() if other.endswith("bias")):
+        torch.nn.init.zeros_(parameter)
+    found = set()
+    for other, parameter in model.named_parameters():
+        if "input_linear" in other and "attention" in other:
+            continue  # JetMoe's experts of attention
+        kind = next((kind for kind in FUSED[name] if kind in other and parameter.ndim > 1), None)
+        if kind in found or kind is None:
+            continue
+        found.add(kind)
+        dim, groups, sizes = script.fused_outputs(other, parameter.shape, model.config)
+        outputs = torch.arange(parameter.shape[dim]).view(groups, -1)
+        places = [part.flatten() for part in outputs.split(sizes, 1)]
+        if len(places) == 3:
+            assert (
+                depends(other, model, places, 0, [2])
+                and depends(other, model, places, 2, []) is False
+            )
+            for zeroed, changed in ((2, [0, 1]), (0, [1]), (1, [0])):
+                assert not depends(other, model, places, zeroed, changed)
+        else:
+            assert not depends(other, model, places, 0, [1])
+            assert depends(other, model, places, 1, [0]) == (name == "gpt_oss")  # which has up + 1
+    assert found == {*FUSED[name]}
+
+
+def test_no_kernel_of_a_convolution_is_a_matrix():
+    """Also those of groups of channels, [channels, channels of a group, width]."""
+    kernels = 0
+    for name in ("zaya", "lfm2", "jamba", "nemotron_h", "kimi_linear", "qwen3_next"):
+        model = plain_model(name)
+        layouts = script.muon_layouts(model)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Conv1d):
+                kernels += 1
+                assert module.weight not in layouts
+        assert min(p.ndim for p in layouts) == 2 < max(p.ndim for p in layouts) or name == "lfm2"
+    assert kernels > 6

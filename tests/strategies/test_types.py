@@ -20,6 +20,7 @@ from grid import share
 from huggingface_hub.errors import StrictDataclassError
 from launching import SMALL
 from small_models import plain_model
+from torch.utils.flop_counter import FlopCounterMode
 
 import common
 import fsdp2_ep_pretrain
@@ -148,7 +149,6 @@ def check_type(
     total = loss_alone(plain)
     total.backward()
     expected = gradients(plain)
-    assert min(shared_model.count_flops(plain)[:2]) > 0
     # Under the model's own names, as `common.export` writes and `common.load_weights` reads them.
     plain.save_pretrained(directory, save_original_format=False)
     again = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -180,6 +180,43 @@ def check_type(
         loss = summed_loss(model.train(), batching)
         loss.backward()
         assert loss.item() == pytest.approx(total.item(), rel=1e-2)
+
+
+def check_flops(name: str) -> bool:
+    """Whether the FLOPs of a type are counted. They have to be torch's own count then."""
+    model, length = plain_model(name), 64
+    per_token, per_target, per_square = shared_model.count_flops(model)
+    if per_token == 0:
+        return False
+    if "experts" in str(model):
+        model.set_experts_implementation("eager")
+    ids = torch.randint(3, 256, (1, length), generator=torch.Generator().manual_seed(0))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    counted = length * (per_token + per_target) + length**2 * per_square
+    # The formula takes biases and norms for matrices.
+    counted -= 6 * length * sum(p.numel() for p in model.parameters() if p.ndim == 1)
+    assert counted == pytest.approx(counter.get_total_flops(), rel=0.01), name
+    return True
+
+
+@pytest.mark.parametrize(
+    "name, counted",
+    [
+        *[(name, True) for name in ("qwen2", "gpt2", "mixtral", "qwen3_moe", "ministral3")],
+        *[(name, False) for name in ("mistral", "gpt_oss", "deepseek_v3", "qwen3_next", "lfm2")],
+        *[(name, False) for name in ("aria_text", "jetmoe", "whisper", "gemma4_text", "mamba")],
+    ],
+)
+def test_flops_are_torch_s_or_unknown(name, counted):
+    """Unknown with windows, latent or linear attention, and where layers are used otherwise."""
+    assert check_flops(name) == counted
+
+
+@pytest.mark.drill
+def test_flops_of_every_type_are_torch_s_or_unknown():
+    counted = [name for name in BUCKETED_TYPES if check_flops(name)]
+    assert len(counted) > 50
 
 
 @pytest.mark.drill

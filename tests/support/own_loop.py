@@ -180,9 +180,11 @@ def adamw(model):
 
 def muon(model):
     """Muon for the blocks' matrices, AdamW for all else. Build it after `shard`."""
-    matrices = {p for p in model.blocks.parameters() if p.ndim == 2}
+    # One matrix each: its outputs are rows, in one group. `fused_outputs` in model.py has others.
+    matrices = (p for p in model.blocks.parameters() if p.ndim == 2)
+    layouts = {p: (-2, 1, (p.shape[-2],)) for p in matrices}
     groups = [{"params": list(model.parameters()), "weight_decay": 0.0}]
-    return fsdp2_muon_pretrain.Muon(groups, matrices, 0.7, torch.float32, lr=0.003)
+    return fsdp2_muon_pretrain.Muon(groups, layouts, 0.7, torch.float32, lr=0.003)
 
 
 # --- Checkpoints ----------------------------------------------------------------------------------
