@@ -15,6 +15,7 @@ from mistakes import MISTAKES, Mistake, table
 from record_reference import train
 from safetensors.torch import load_file
 from test_agreement import SHORT, check_agreement, losses
+from test_by_hand import ROW
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 
@@ -101,6 +102,34 @@ def export(run: Callable, mistake: Mistake, files: dict) -> None:
     assert load_file(hf / "model.safetensors").keys() == dict(model.named_parameters()).keys()
 
 
+def bf16(run: Callable, mistake: Mistake, files: dict) -> None:
+    """The first loss in bf16 is nearly that in fp32, as its cross entropy is fp32."""
+    flags = SHORT | {"model": files["shape"]}
+    runs = [run("fsdp2_pretrain.py", 2, **flags, precision=each) for each in ("fp32", "bf16")]
+    fp32, rounded = (losses(each, SHORT["steps"])[0] for each in runs)
+    assert abs(rounded / fp32 - 1) < 1e-4
+
+
+def by_hand(run: Callable, mistake: Mistake, files: dict) -> None:
+    """Both ways have the losses of DDP in every step."""
+    name, path = Path(mistake.file).name, ROOT / mistake.file
+    if files["planted"]:
+        (files["folder"] / name).write_text(mistake.apply(path.read_text()))
+        path = files["folder"] / name
+    done, right = (
+        launch(2, "by_hand_worker", {"script": each}) for each in (path, ROOT / "by_hand/ddp.py")
+    )
+    if done.returncode or done.stderr:
+        pytest.fail(f"not silent: {done.stderr}")
+    (ours, theirs), (expected, _) = (
+        [[float(row[column]) for row in ROW.findall(each.stdout)] for column in (1, 2)]
+        for each in (done, right)
+    )
+    assert len(expected) == 8
+    assert ours == pytest.approx(expected, abs=1e-6)
+    assert theirs == pytest.approx(expected, abs=1e-6)
+
+
 SHARED = ["common.py", "model.py"]
 CHECKS = {
     "agreement": agreement,
@@ -109,6 +138,8 @@ CHECKS = {
     "experts": experts,
     "resumes": resumes,
     "export": export,
+    "bf16": bf16,
+    "by hand": by_hand,
 }
 PASSED = set()  # checks without a mistake
 

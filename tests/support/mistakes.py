@@ -329,6 +329,39 @@ MISTAKES = [
         "export",
         "names of tensors",
     ),
+    # Copiers of this collection met these.
+    Mistake(
+        "a cross entropy in bf16, without autocast",
+        "",
+        "model.py",
+        [("cross_entropy(logits.float(), labels", "cross_entropy(logits, labels")],
+        "bf16",
+        "loss",
+    ),
+    Mistake(
+        "TP: heads counted by number",
+        "",
+        "by_hand/tensor.py",
+        [("unflatten(2, (-1, 3, HEAD))", "unflatten(2, (WIDTH // HEAD, 3, -1))")],
+        "by hand",
+        "loss",
+    ),
+    Mistake(
+        "an optimizer built before `fully_shard`",
+        "",
+        "by_hand/fsdp.py",
+        [
+            (
+                "    for layer in [*model, model]:\n        fully_shard(layer)\n"
+                "    return model, torch.optim.AdamW(model.parameters(), lr=0.003)\n",
+                "    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)\n"
+                "    for layer in [*model, model]:\n        fully_shard(layer)\n"
+                "    return model, optimizer\n",
+            )
+        ],
+        "by hand",
+        "loss",
+    ),
 ]
 
 
@@ -349,6 +382,8 @@ TESTS = {
     "experts": "test_plain_loop_balances_experts_alike",
     "resumes": "test_a_run_that_is_killed_again_and_again_ends_like_an_undisturbed_one",
     "export": "test_shards_hold_the_tensors_of_the_checkpoint",
+    "bf16": "test_a_planted_mistake_is_noticed",
+    "by hand": "test_all_strategies_have_the_same_losses",
 }
 
 
