@@ -238,7 +238,7 @@ class Muon(AdamW):
         self.dtype = dtype
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure=None) -> None:
         """Update this rank's shards of all parameters. A collective."""
         for group in self.param_groups:
             trained = [p for p in group["params"] if p in self.layouts and p.grad is not None]
@@ -246,18 +246,18 @@ class Muon(AdamW):
                 self.update(matrices, group["lr"], group["weight_decay"])
         super().step()  # AdamW, for all that still have a gradient
 
-    def batches(self, parameters: list[nn.Parameter]) -> Iterator[list]:
+    def batches(self, parameters: list[nn.Parameter]) -> Iterator:
         """Group parameters of one shape and layout, which the ranks process at the same time.
 
         Small matrices are batched, because a GPU multiplies one in less time than a launch takes.
         """
         alike = {}
         for parameter in parameters:
-            kind = parameter.shape, self.layouts[parameter]
-            alike.setdefault(kind, []).append(parameter)
+            alike.setdefault((parameter.shape, self.layouts[parameter]), []).append(parameter)
         for matrices in alike.values():
             size = max(1, BATCH_NUMBERS // matrices[0].numel())
-            size *= matrices[0].device_mesh.size(-1)
+            if matrices[0].ndim == 2:  # each rank gets so many; of a stack it has a part already
+                size *= matrices[0].device_mesh.size(-1)
             yield from (matrices[i : i + size] for i in range(0, len(matrices), size))
 
     def update(self, matrices: list[nn.Parameter], rate: float, weight_decay: float) -> None:
@@ -266,8 +266,7 @@ class Muon(AdamW):
         gradients = [matrix.grad.to_local() for matrix in matrices]
         for matrix in matrices:
             if not self.state[matrix]:  # AdamW expects a step when it loads a checkpoint
-                moment = torch.zeros_like(matrix)
-                self.state[matrix] = {"step": torch.zeros(()), "exp_avg": moment}
+                self.state[matrix] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(matrix)}
         momenta = [self.state[matrix]["exp_avg"].to_local() for matrix in matrices]
         torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
         # Nesterov: look one step ahead, as if the next gradient were the same.

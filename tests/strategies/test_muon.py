@@ -371,7 +371,7 @@ def test_batches_hold_matrices_of_one_shape_and_layout(monkeypatch):
         batches = script.Muon.batches(optimizer, parameters)
         return [[tuple(matrix.shape) for matrix in batch] for batch in batches]
 
-    squares, stacks = [[(4, 4)] * 2, [(4, 4)]], [[(3, 8, 8)] * 2]
+    squares, stacks = [[(4, 4)] * 2, [(4, 4)]], [[(3, 8, 8)], [(3, 8, 8)]]
     assert shapes([*layouts]) == [*squares, [(2, 4)] * 4, [(2, 4)], *stacks, [(9, 9)]]
     fused, apart = [p for p in layouts if p.shape == (2, 4)][:2]
     layouts[fused] = (-2, 1, (1, 1))
