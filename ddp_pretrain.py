@@ -7,8 +7,9 @@ When to use it: parameters, gradients and optimizer state fit on one GPU with ro
 A rank is one process, usually with one GPU. An all-reduce gives every rank the sum of all ranks'
 tensors, a broadcast the tensor of one rank (docs/collectives.md shows both).
 
-Memory per rank: all fp32 parameters, gradients and AdamW moments, 16 bytes per parameter. Ranks
-differ only in the micro-batches that they train on. With --shard_optimizer (ZeRO-1), N ranks divide
+Memory per rank: all fp32 parameters, gradients and AdamW moments, 16 bytes per parameter. (In bf16,
+autocast also keeps bf16 copies of the matrices from forward to backward.) Ranks differ only in the
+micro-batches that they train on. With --shard_optimizer (ZeRO-1), N ranks divide
 the moments among themselves, so a rank needs 8 + 8/N bytes per parameter.
 
 Communication volume per step, with G the bytes of the fp32 gradients: one all-reduce of the
@@ -99,15 +100,17 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> Distr
     """Give the model memory and initial weights, the same on every rank, and wrap it in DDP.
 
     DDP adds a hook to each parameter, which autograd calls when the gradient is ready, and collects
-    gradients in buckets of 25 MiB. A full bucket is all-reduced, which averages it over the ranks,
-    while backward computes the gradients of earlier layers. (In the first step of a process there
-    is no overlap: DDP learns in it in which order gradients come, and builds the buckets anew.)
+    gradients in buckets of 25 MiB (the first has 1 MiB). A full bucket is all-reduced, which
+    averages it over the ranks, while backward computes the gradients of earlier layers. (In the
+    first step of a process one bucket holds all gradients, so nothing overlaps. Then DDP knows in
+    which order they come, and builds the buckets.)
     """
     blocks = transformer_blocks(model)
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
-        # Do not split the graph of a block where a bucket of gradients ends.
+        # By default the compiler splits a graph where a bucket ends, so that an all-reduce starts
+        # earlier. Here each block has a graph of its own already.
         torch._dynamo.config.optimize_ddp = False
 
     # The model is on the meta device: it has shapes but no memory. Each rank draws the same
@@ -118,7 +121,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> Distr
         # Matmuls run in bf16. Parameters, gradients and optimizer state stay fp32.
         model.forward = torch.autocast(device.type, torch.bfloat16)(model.forward)
     # Gradients are views of the buckets, so they need no memory beside these. Buffers are constants
-    # here, such as rotary frequencies. By default rank 0 would broadcast them in every step.
+    # here, such as rotary frequencies. By default rank 0 would broadcast them in every step. (Once,
+    # here, it does, and its weights too, though they are equal already.)
     return DistributedDataParallel(model, gradient_as_bucket_view=True, forward_sync_buffers=False)
 
 
@@ -145,8 +149,9 @@ def train_step(
     total_loss = torch.zeros((), device=device)
     for i, micro_batch in enumerate(batch.micro_batches):
         last = i == len(batch.micro_batches) - 1
-        # NOTE: off by one here, and each rank updates its weights with its own gradients, without
-        # an error. The forward is inside too, because DDP decides in it whether to sync.
+        # NOTE: off by one here, and each rank adds gradients of its own to the averaged ones. The
+        # replicas drift apart, without an error. The forward is inside too, because DDP decides in
+        # it whether to sync.
         with contextlib.nullcontext() if last else model.no_sync():
             loss = model(**common.to_device(micro_batch, device))
             (loss * scale).backward()  # all-reduces if gradients sync
@@ -167,7 +172,8 @@ def train_step(
     if config.shard_optimizer:
         broadcast_updates(model)
     # Set gradients to zero in place, because they are views of DDP's buckets. Freed ones would be
-    # allocated again beside these. ZeRO-1's optimizer has only some of the parameters.
+    # allocated again beside these. It is the model's `zero_grad`, because ZeRO-1's optimizer has
+    # only some of the parameters.
     model.zero_grad(set_to_none=False)
     return measured
 
@@ -276,8 +282,8 @@ def main() -> partial | None:
 
     device = init_process_group(config)
     model = build_model(model_config, config)
-    # The default peak of the learning rate. (GPT-3 has 6e-4 for 125M parameters, Llama 2 3e-4 for
-    # 7B.) Such rates ruin pretrained weights, so with --init_from it is a tenth.
+    # The default learning rate goes by the number of parameters. (GPT-3 has 6e-4 for 125M, Llama 2
+    # 3e-4 for 7B.) Such rates ruin pretrained weights, so with --init_from it is a tenth.
     default = 3e-3 if model.num_parameters() < 10_000_000 else 3e-4
     set_learning_rates(config, default / 10 if config.init_from else default)
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
@@ -320,8 +326,8 @@ def main() -> partial | None:
             run.log_validation(step, loss, validation.bytes_per_target())
         last = step == config.steps or run.stopping
         if config.checkpoint_every and (last or step % config.checkpoint_every == 0):
-            # Each rank writes its part, under full names and shapes. So any number of ranks can
-            # load it.
+            # Each rank writes a part of the checkpoint, under full names and shapes. So any number
+            # of ranks can load it.
             checkpoints.save(model, optimizer, run.position(step, tokens))
     checkpoints.wait()
     # `launch` calls it once the model is gone and the ranks have left the process group.

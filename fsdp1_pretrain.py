@@ -196,7 +196,8 @@ def train_step(
     """
     # The loss of a step is the sum over all target tokens, divided by their number in the global
     # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
-    # FSDP averages gradients over the ranks, so multiply by their number to get a sum.
+    # FSDP averages gradients over the ranks, so multiply by their number to get a sum. (AdamW would
+    # hide it if they were too small: its updates do not depend on their scale. The norm shows it.)
     scale = dist.get_world_size() / batch.num_targets
     # NOTE: under no_sync FSDP1 accumulates unsharded gradients in the compute precision. bf16 would
     # lose small ones, so reduce every micro-batch then, into fp32 shards.
@@ -236,7 +237,8 @@ def evaluate(model: FullyShardedDataParallel, validation: common.Batches, run: R
     """
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, target tokens
     model.eval()
-    # Forward all-gathers, so each rank gets equally many micro-batches.
+    # Forward all-gathers, and a rank with one micro-batch more would wait for the others in vain.
+    # So each rank gets equally many.
     for micro_batch in validation.evaluation(dist.get_rank(), dist.get_world_size()):
         micro_batch = common.to_device(micro_batch, run.device)
         total[0] += model(**micro_batch)
@@ -306,9 +308,9 @@ def main() -> partial | None:
 
     device = init_process_group(config)
     model = build_model(model_config, config)
-    # Count parameters and FLOPs before the model is sharded.
-    # The default peak of the learning rate. (GPT-3 has 6e-4 for 125M parameters, Llama 2 3e-4 for
-    # 7B.) Such rates ruin pretrained weights, so with --init_from it is a tenth.
+    # Count parameters and FLOPs before the model is sharded. The default learning rate goes by the
+    # number of parameters. (GPT-3 has 6e-4 for 125M, Llama 2 3e-4 for 7B.) Such rates ruin
+    # pretrained weights, so with --init_from it is a tenth.
     default = 3e-3 if model.num_parameters() < 10_000_000 else 3e-4
     set_learning_rates(config, default / 10 if config.init_from else default)
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
@@ -318,6 +320,7 @@ def main() -> partial | None:
     decayed = weight_decay_names(model)  # before FSDP1 flattens parameters to one dimension
     model = parallelize(model, config, device)
     optimizer = build_optimizer(model, decayed, config)
+    # Load last: model and optimizer are sharded now, and each rank reads its shards only.
     if checkpoint:
         common.load_checkpoint(checkpoint, model, optimizer)
     elif config.init_from:
@@ -352,8 +355,8 @@ def main() -> partial | None:
             run.log_validation(step, loss, validation.bytes_per_target())
         last = step == config.steps or run.stopping
         if config.checkpoint_every and (last or step % config.checkpoint_every == 0):
-            # Each rank writes its part, under full names and shapes. So any number of ranks can
-            # load it.
+            # Each rank writes a part of the checkpoint, under full names and shapes. So any number
+            # of ranks can load it.
             checkpoints.save(model, optimizer, run.position(step, tokens))
     checkpoints.wait()
     # `launch` calls it once the model is gone and the ranks have left the process group.

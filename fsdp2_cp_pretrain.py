@@ -201,8 +201,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     model.set_attn_implementation("context_parallel")
     blocks = transformer_blocks(model)
     # Recomputation wraps a block's forward, and FSDP's hooks run around it. So a forward that is
-    # recomputed uses the parameters that were gathered for backward. The
-    # compiler skips these hooks.
+    # recomputed uses the parameters that were gathered for backward. The compiler takes the whole
+    # call of a block, recomputation too, but leaves FSDP's hooks as they are.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
@@ -222,8 +222,9 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     # because a module is seeded by its name, and keeps its shards: nothing is broadcast.
     initialize(model, modules_outside_blocks(model), config.seed, device)
     model.tie_weights()  # `initialize` gave each module memory of its own, which untied them
-    # From the inside out: blocks first, then the root, which gets the rest. With the root alone,
-    # one all-gather would bring all parameters at once, and overlap with nothing.
+    # From the inside out: blocks first, then the root, which gets the rest. (The other order raises
+    # an error in torch 2.13.) With the root alone, one all-gather would bring all parameters at
+    # once, and overlap with nothing.
     for block in blocks:
         # One block at a time, so that a rank never holds more than one full block.
         initialize(model, block.modules(), config.seed, device)
@@ -481,15 +482,17 @@ def train_step(
     """
     # The loss of a step is the sum over all target tokens, divided by their number in the global
     # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
-    # FSDP averages gradients over the ranks, so multiply by their number to get a sum.
+    # FSDP averages gradients over the ranks, so multiply by their number to get a sum. (AdamW would
+    # hide it if they were too small: its updates do not depend on their scale. The norm shows it.)
     # NOTE: not by the number of CP groups. Each rank has the loss of its own tokens only.
     scale = dist.get_world_size() / batch.num_targets
     total_loss = torch.zeros((), device=device)
     for i, micro_batch in enumerate(batch.micro_batches):
         last = i == len(batch.micro_batches) - 1
         # The setters reach all units in the model.
-        # NOTE: off by one here with --reduce_every_micro_batch false, and a step gets gradients of
-        # the step before it, without an error.
+        # NOTE: off by one here with --reduce_every_micro_batch false, and the last full gradients
+        # stay in FSDP, where `zero_grad` does not reach them. The next step adds them, without an
+        # error.
         model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
         # With --reshard_after_forward false, parameters stay full from the first micro-batch's
         # forward to the last one's backward, so only the first forward gathers them.
@@ -503,7 +506,7 @@ def train_step(
     # Each rank sums the squares of its shards, and one all-reduce adds up the sums. So call it on
     # every rank. If the norm exceeds --grad_clip, all gradients are scaled down to it.
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-    norm = norm.full_tensor()  # a plain tensor; it is on all ranks already
+    norm = norm.full_tensor()  # unwraps the DTensor; each rank has the norm already
 
     # `.item()` waits for the GPU. Wait here and not after the update, because values that are not
     # finite must not reach the weights.
@@ -525,7 +528,8 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
     """
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, target tokens
     model.eval()
-    # Forward all-gathers, so each rank gets equally many micro-batches.
+    # Forward all-gathers, and a rank with one micro-batch more would wait for the others in vain.
+    # So each rank gets equally many.
     for micro_batch in validation.evaluation(*dp_rank_and_size(run.config)):
         micro_batch = local_micro_batch(micro_batch, run.config, run.device)
         total[0] += model(**micro_batch)
@@ -543,8 +547,8 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
 def build_optimizer(model: nn.Module, config: Config) -> AdamW:
     """Build AdamW over this rank's shards; matrices decay, embeddings, norms and biases do not.
 
-    NOTE: call it after `parallelize`, which replaces all parameters. An optimizer that was built
-    before would update tensors that the model no longer uses, and the loss would not fall.
+    NOTE: call it after `parallelize`, which replaces all parameters. Those that an optimizer got
+    before would have no gradients, so its steps would change nothing.
     """
     decayed = weight_decay_names(model)
     with_decay, without_decay = [], []
@@ -597,9 +601,9 @@ def main() -> partial | None:
 
     device = init_process_group(config)
     model = build_model(model_config, config)
-    # Count parameters and FLOPs before the model is sharded.
-    # The default peak of the learning rate. (GPT-3 has 6e-4 for 125M parameters, Llama 2 3e-4 for
-    # 7B.) Such rates ruin pretrained weights, so with --init_from it is a tenth.
+    # Count parameters and FLOPs before the model is sharded. The default learning rate goes by the
+    # number of parameters. (GPT-3 has 6e-4 for 125M, Llama 2 3e-4 for 7B.) Such rates ruin
+    # pretrained weights, so with --init_from it is a tenth.
     default = 3e-3 if model.num_parameters() < 10_000_000 else 3e-4
     set_learning_rates(config, default / 10 if config.init_from else default)
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
@@ -608,6 +612,7 @@ def main() -> partial | None:
     checkpoint, progress = checkpoints.find(config.resume)
     model = parallelize(model, config, device)
     optimizer = build_optimizer(model, config)
+    # Load last: model and optimizer are sharded now, and each rank reads its shards only.
     if checkpoint:
         common.load_checkpoint(checkpoint, model, optimizer)
     elif config.init_from:
@@ -643,8 +648,8 @@ def main() -> partial | None:
             run.log_validation(step, loss, validation.bytes_per_target())
         last = step == config.steps or run.stopping
         if config.checkpoint_every and (last or step % config.checkpoint_every == 0):
-            # Each rank writes its part, under full names and shapes. So any number of ranks can
-            # load it.
+            # Each rank writes a part of the checkpoint, under full names and shapes. So any number
+            # of ranks can load it.
             checkpoints.save(model, optimizer, run.position(step, tokens))
     checkpoints.wait()
     # `launch` calls it once the model is gone and the ranks have left the process group.

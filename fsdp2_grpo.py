@@ -369,8 +369,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     """
     blocks = transformer_blocks(model)
     # Recomputation wraps a block's forward, and FSDP's hooks run around it. So a forward that is
-    # recomputed uses the parameters that were gathered for backward. The
-    # compiler skips these hooks.
+    # recomputed uses the parameters that were gathered for backward. The compiler takes the whole
+    # call of a block, recomputation too, but leaves FSDP's hooks as they are.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
@@ -403,8 +403,9 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     # because a module is seeded by its name, and keeps its shards: nothing is broadcast.
     initialize(model, modules_outside_blocks(model), config.seed, device)
     model.tie_weights()  # `initialize` gave each module memory of its own, which untied them
-    # From the inside out: blocks first, then the root, which gets the rest. With the root alone,
-    # one all-gather would bring all parameters at once, and overlap with nothing.
+    # From the inside out: blocks first, then the root, which gets the rest. (The other order raises
+    # an error in torch 2.13.) With the root alone, one all-gather would bring all parameters at
+    # once, and overlap with nothing.
     for block in blocks:
         # One block at a time, so that a rank never holds more than one full block.
         initialize(model, block.modules(), config.seed, device)
@@ -498,7 +499,8 @@ def train_step(
     old_log_probs = []  # of each micro-batch, from the model at the start of the step
     # The loss of a step is the sum over all target tokens, divided by their number in the global
     # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
-    # FSDP averages gradients over the ranks, so multiply by their number to get a sum.
+    # FSDP averages gradients over the ranks, so multiply by their number to get a sum. (AdamW would
+    # hide it if they were too small: its updates do not depend on their scale. The norm shows it.)
     scale = dist.get_world_size() / batch.num_targets
     for inner_step in range(config.inner_steps):
         total = 0
@@ -527,7 +529,7 @@ def train_step(
         # Each rank sums the squares of its shards, and one all-reduce adds up the sums. So call it
         # on every rank. If the norm exceeds --grad_clip, all gradients are scaled down to it.
         norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        norm = norm.full_tensor()  # a plain tensor; it is on all ranks already
+        norm = norm.full_tensor()  # unwraps the DTensor; each rank has the norm already
 
         # `.item()` waits for the GPU. Wait here and not after the update, because values that are
         # not finite must not reach the weights.
@@ -976,8 +978,8 @@ def roll_out(model: nn.Module, documents: common.Sequences, step: int, run: Run)
 def build_optimizer(model: nn.Module, config: Config) -> AdamW:
     """Build AdamW over this rank's shards; matrices decay, embeddings, norms and biases do not.
 
-    NOTE: call it after `parallelize`, which replaces all parameters. An optimizer that was built
-    before would update tensors that the model no longer uses, and the loss would not fall.
+    NOTE: call it after `parallelize`, which replaces all parameters. Those that an optimizer got
+    before would have no gradients, so its steps would change nothing.
     """
     decayed = weight_decay_names(model)
     with_decay, without_decay = [], []
@@ -1054,6 +1056,7 @@ def main() -> partial | None:
     checkpoint, progress = checkpoints.find(config.resume, common.PLAN + own.split())
     model = parallelize(model, config, device)
     optimizer = build_optimizer(model, config)
+    # Load last: model and optimizer are sharded now, and each rank reads its shards only.
     if checkpoint:
         common.load_checkpoint(checkpoint, model, optimizer)
     elif config.init_from:

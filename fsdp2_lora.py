@@ -106,8 +106,8 @@ class Config(Flags):
     )
     chat_template: Literal["own", "collection"] = flag(
         "own",
-        "own: that of the tokenizer, or ours if it has none. collection: ours, also in place of "
-        "the tokenizer's",
+        "own: that of the tokenizer, or this collection's if it has none. collection: this "
+        "collection's, also in place of the tokenizer's",
     )
     max_length: PositiveInt = flag(
         2048, "longest sequence in tokens; longer conversations are truncated"
@@ -153,7 +153,7 @@ class Config(Flags):
 
 
 def tokenize_conversation(row: dict, tokenizer: common.Tokenizer) -> tuple:
-    """Tokenize a conversation; returns what `common.tokenize_text` returns, and a note or "".
+    """Tokenize a conversation; returns the values of `common.tokenize_text`, and its note or "".
 
     Conversations with the same messages before the first answer go to the same side of the split.
     Otherwise a prompt with several answers could be on both.
@@ -180,7 +180,8 @@ def encode(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the ids of a conversation, and whether each is in the loss.
 
-    A token is in the loss if it overlaps an answer. `spans` are the answers, in characters.
+    A token is in the loss if it overlaps an answer. `spans` are the answers, in characters. Labels
+    are shifted later, when `common.Batches.collate` builds a micro-batch.
     """
     encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
     starts, ends = np.array(encoding.offsets).T  # in characters
@@ -407,8 +408,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     """
     blocks = transformer_blocks(model)
     # Recomputation wraps a block's forward, and FSDP's hooks run around it. So a forward that is
-    # recomputed uses the parameters that were gathered for backward. The
-    # compiler skips these hooks.
+    # recomputed uses the parameters that were gathered for backward. The compiler takes the whole
+    # call of a block, recomputation too, but leaves FSDP's hooks as they are.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
@@ -445,8 +446,9 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     # because a module is seeded by its name, and keeps its shards: nothing is broadcast.
     initialize(model, modules_outside_blocks(model), config.seed, device)
     model.tie_weights()  # `initialize` gave each module memory of its own, which untied them
-    # From the inside out: blocks first, then the root, which gets the rest. With the root alone,
-    # one all-gather would bring all parameters at once, and overlap with nothing.
+    # From the inside out: blocks first, then the root, which gets the rest. (The other order raises
+    # an error in torch 2.13.) With the root alone, one all-gather would bring all parameters at
+    # once, and overlap with nothing.
     for block in blocks:
         # One block at a time, so that a rank never holds more than one full block.
         initialize(model, block.modules(), config.seed, device)
@@ -516,14 +518,16 @@ def train_step(
     """
     # The loss of a step is the sum over all target tokens, divided by their number in the global
     # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
-    # FSDP averages gradients over the ranks, so multiply by their number to get a sum.
+    # FSDP averages gradients over the ranks, so multiply by their number to get a sum. (AdamW would
+    # hide it if they were too small: its updates do not depend on their scale. The norm shows it.)
     scale = dist.get_world_size() / batch.num_targets
     total_loss = torch.zeros((), device=device)
     for i, micro_batch in enumerate(batch.micro_batches):
         last = i == len(batch.micro_batches) - 1
         # The setters reach all units in the model.
-        # NOTE: off by one here with --reduce_every_micro_batch false, and a step gets gradients of
-        # the step before it, without an error.
+        # NOTE: off by one here with --reduce_every_micro_batch false, and the last full gradients
+        # stay in FSDP, where `zero_grad` does not reach them. The next step adds them, without an
+        # error.
         model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
         # HSDP only: accumulate shards of gradients, and all-reduce them across rows once.
         model.set_requires_all_reduce(last)
@@ -538,7 +542,7 @@ def train_step(
     # Each rank sums the squares of its shards, and one all-reduce adds up the sums. So call it on
     # every rank. If the norm exceeds --grad_clip, all gradients are scaled down to it.
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-    norm = norm.full_tensor()  # a plain tensor; it is on all ranks already
+    norm = norm.full_tensor()  # unwraps the DTensor; each rank has the norm already
 
     # `.item()` waits for the GPU. Wait here and not after the update, because values that are not
     # finite must not reach the weights.
@@ -560,7 +564,8 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
     """
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, target tokens
     model.eval()
-    # Forward all-gathers, so each rank gets equally many micro-batches.
+    # Forward all-gathers, and a rank with one micro-batch more would wait for the others in vain.
+    # So each rank gets equally many.
     for micro_batch in validation.evaluation(dist.get_rank(), dist.get_world_size()):
         micro_batch = common.to_device(micro_batch, run.device)
         total[0] += model(**micro_batch)
@@ -578,8 +583,8 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
 def build_optimizer(model: nn.Module, config: Config) -> AdamW:
     """Build AdamW over this rank's shards; matrices decay, embeddings, norms and biases do not.
 
-    NOTE: call it after `parallelize`, which replaces all parameters. An optimizer that was built
-    before would update tensors that the model no longer uses, and the loss would not fall.
+    NOTE: call it after `parallelize`, which replaces all parameters. Those that an optimizer got
+    before would have no gradients, so its steps would change nothing.
     """
     decayed = weight_decay_names(model)
     with_decay, without_decay = [], []
@@ -742,8 +747,8 @@ def main() -> partial | None:
             run.log_validation(step, loss, validation.bytes_per_target())
         last = step == config.steps or run.stopping
         if config.checkpoint_every and (last or step % config.checkpoint_every == 0):
-            # Each rank writes its part, under full names and shapes. So any number of ranks can
-            # load it.
+            # Each rank writes a part of the checkpoint, under full names and shapes. So any number
+            # of ranks can load it.
             checkpoints.save(adapters, optimizer, run.position(step, tokens))
     checkpoints.wait()
     # One all-gather for each adapter. They are files of the run, and merged into hf/.

@@ -642,7 +642,8 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
     # hidden states. So a schedule of one micro-batch at a time fills the pipeline too.
     schedule = ScheduleGPipe(model.stage, 1, add_loss)
     model.eval()
-    # Forward all-gathers, so each rank gets equally many micro-batches.
+    # Forward all-gathers, and a rank with one micro-batch more would wait for the others in vain.
+    # So each rank gets equally many.
     for i, micro_batch in enumerate(validation.evaluation(*dp_rank_and_size(run.config))):
         micro_batch = local_micro_batch(micro_batch, run.config, run.device)
         model.stage.submod.micro_batches = iter([micro_batch])
@@ -662,8 +663,8 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
 def build_optimizer(model: nn.Module, config: Config) -> AdamW:
     """Build AdamW over this rank's shards; matrices decay, embeddings, norms and biases do not.
 
-    NOTE: call it after `parallelize`, which replaces all parameters. An optimizer that was built
-    before would update tensors that the model no longer uses, and the loss would not fall.
+    NOTE: call it after `parallelize`, which replaces all parameters. Those that an optimizer got
+    before would have no gradients, so its steps would change nothing.
     """
     decayed = weight_decay_names(model)
     with_decay, without_decay = [], []
@@ -728,9 +729,9 @@ def main() -> partial | None:
     device = init_process_group(config)
     loss = vocabulary_parallel_loss if config.tensor_parallel > 1 else None
     model = build_model(model_config, config, loss)
-    # Count parameters and FLOPs before the model is sharded.
-    # The default peak of the learning rate. (GPT-3 has 6e-4 for 125M parameters, Llama 2 3e-4 for
-    # 7B.) Such rates ruin pretrained weights, so with --init_from it is a tenth.
+    # Count parameters and FLOPs before the model is sharded. The default learning rate goes by the
+    # number of parameters. (GPT-3 has 6e-4 for 125M, Llama 2 3e-4 for 7B.) Such rates ruin
+    # pretrained weights, so with --init_from it is a tenth.
     default = 3e-3 if model.num_parameters() < 10_000_000 else 3e-4
     set_learning_rates(config, default / 10 if config.init_from else default)
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
@@ -739,6 +740,7 @@ def main() -> partial | None:
     checkpoint, progress = checkpoints.find(config.resume)
     model = parallelize(model, config, device)
     optimizer = build_optimizer(model, config)
+    # Load last: model and optimizer are sharded now, and each rank reads its shards only.
     if checkpoint:
         common.load_checkpoint(checkpoint, model, optimizer)
     elif config.init_from:
@@ -774,8 +776,8 @@ def main() -> partial | None:
             run.log_validation(step, loss, validation.bytes_per_target())
         last = step == config.steps or run.stopping
         if config.checkpoint_every and (last or step % config.checkpoint_every == 0):
-            # Each rank writes its part, under full names and shapes. So any number of ranks can
-            # load it.
+            # Each rank writes a part of the checkpoint, under full names and shapes. So any number
+            # of ranks can load it.
             checkpoints.save(model, optimizer, run.position(step, tokens))
     checkpoints.wait()
     # `launch` calls it once the model is gone and the ranks have left the process group.

@@ -232,8 +232,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     check_model(model, config)
     blocks = transformer_blocks(model)
     # Recomputation wraps a block's forward, and FSDP's hooks run around it. So a forward that is
-    # recomputed uses the parameters that were gathered for backward. The
-    # compiler skips these hooks.
+    # recomputed uses the parameters that were gathered for backward. The compiler takes the whole
+    # call of a block, recomputation too, but leaves FSDP's hooks as they are.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
@@ -499,7 +499,8 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
     schedule = build_schedule(model.stages, name, 1, add_loss)
     for stage in model.stages:
         stage.submod.eval()
-    # Forward all-gathers, so each rank gets equally many micro-batches.
+    # Forward all-gathers, and a rank with one micro-batch more would wait for the others in vain.
+    # So each rank gets equally many.
     for i, micro_batch in enumerate(validation.evaluation(*dp_rank_and_size(run.config))):
         micro_batch = common.to_device(micro_batch, run.device)
         for stage in model.stages:
@@ -520,8 +521,8 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
 def build_optimizer(model: nn.Module, config: Config) -> AdamW:
     """Build AdamW over this rank's shards; matrices decay, embeddings, norms and biases do not.
 
-    NOTE: call it after `parallelize`, which replaces all parameters. An optimizer that was built
-    before would update tensors that the model no longer uses, and the loss would not fall.
+    NOTE: call it after `parallelize`, which replaces all parameters. Those that an optimizer got
+    before would have no gradients, so its steps would change nothing.
     """
     decayed = weight_decay_names(model)
     with_decay, without_decay = [], []
@@ -578,9 +579,9 @@ def main() -> partial | None:
 
     device = init_process_group(config)
     model = build_model(model_config, config)
-    # Count parameters and FLOPs before the model is sharded.
-    # The default peak of the learning rate. (GPT-3 has 6e-4 for 125M parameters, Llama 2 3e-4 for
-    # 7B.) Such rates ruin pretrained weights, so with --init_from it is a tenth.
+    # Count parameters and FLOPs before the model is sharded. The default learning rate goes by the
+    # number of parameters. (GPT-3 has 6e-4 for 125M, Llama 2 3e-4 for 7B.) Such rates ruin
+    # pretrained weights, so with --init_from it is a tenth.
     default = 3e-3 if model.num_parameters() < 10_000_000 else 3e-4
     set_learning_rates(config, default / 10 if config.init_from else default)
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
@@ -589,6 +590,7 @@ def main() -> partial | None:
     checkpoint, progress = checkpoints.find(config.resume)
     model = parallelize(model, config, device)
     optimizer = build_optimizer(model, config)
+    # Load last: model and optimizer are sharded now, and each rank reads its shards only.
     if checkpoint:
         common.load_checkpoint(checkpoint, model, optimizer)
     elif config.init_from:
@@ -624,8 +626,8 @@ def main() -> partial | None:
             run.log_validation(step, loss, validation.bytes_per_target())
         last = step == config.steps or run.stopping
         if config.checkpoint_every and (last or step % config.checkpoint_every == 0):
-            # Each rank writes its part, under full names and shapes. So any number of ranks can
-            # load it.
+            # Each rank writes a part of the checkpoint, under full names and shapes. So any number
+            # of ranks can load it.
             checkpoints.save(model, optimizer, run.position(step, tokens))
     checkpoints.wait()
     # `launch` calls it once the model is gone and the ranks have left the process group.
