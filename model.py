@@ -413,7 +413,7 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
         fraction = float(mode)
 
     def recompute(forward: Callable) -> Callable:
-        # NOTE: with a functools.partial as `forward`, torch 2.13 compiles nothing, without a word.
+        # NOTE: torch 2.13 compiles nothing, without a word, if `forward` is partial(checkpoint, ...).
         return lambda *args, **kwargs: checkpoint(forward, *args, **options, **kwargs)
 
     for i, block in enumerate(blocks):

@@ -403,6 +403,7 @@ READ = {  # a row -> its messages
     "blank system turn": ({"messages": said(("system", " \n")) + ONE}, ONE),
     "system column": ({"messages": ONE, "system": "s"}, SYSTEM + ONE),
     "system twice": ({"messages": SYSTEM + ONE, "system": "s"}, SYSTEM + ONE),
+    "system twice, pair": ({"prompt": SYSTEM + ONE[:-1], "completion": ONE[-1:], "system": "s"}, SYSTEM + ONE),
     "no system": ({"prompt": "a", "completion": "b", "system": None}, ONE),
     "good label": ({"prompt": "a", "completion": "b", "label": True}, ONE),
     "names of roles": (
