@@ -195,7 +195,8 @@ def train_step(
     needs memory for a full set of gradients.
     """
     # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
+    # batch, which all ranks know. A mean of micro-batch means would give tokens of small
+    # micro-batches more weight.
     # FSDP averages gradients over the ranks, so multiply by their number to get a sum. (AdamW would
     # hide it if they were too small: its updates do not depend on their scale. The norm shows it.)
     scale = dist.get_world_size() / batch.num_targets
@@ -344,7 +345,7 @@ def main() -> partial | None:
         seed_by_name(config.seed, step, rank)  # for dropout, so no RNG state is saved
         measured = train_step(model, optimizer, batch, step, config, device)
         if step == 1:
-            refuse_untrained(model, optimizer)
+            refuse_untrained(model, optimizer)  # a collective
         tokens += batch.num_targets
         # A signal only raises `stop_signals`, so that the step ends first. All ranks learn whether
         # any of them got one, and the longest wait for data.

@@ -431,7 +431,8 @@ def train_step(
     # How many target tokens of this rank choose each expert.
     counts = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
     # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
+    # batch, which all ranks know. A mean of micro-batch means would give tokens of small
+    # micro-batches more weight.
     # NOTE: here FSDP adds gradients over ranks and does not average them. An expert's gradient
     # already covers the tokens of its EP group, so FSDP adds N/E gradients for experts, and N for
     # the other parameters. Two averages would weight experts E times too much. AdamW hides that,
@@ -597,7 +598,7 @@ def main() -> partial | None:
         seed_by_name(config.seed, step, rank)  # for dropout, so no RNG state is saved
         measured = train_step(model, optimizer, batch, step, config, device)
         if step == 1:
-            refuse_untrained(model, optimizer)
+            refuse_untrained(model, optimizer)  # a collective
         tokens += batch.num_targets
         # A signal only raises `stop_signals`, so that the step ends first. All ranks learn whether
         # any of them got one, and the longest wait for data.

@@ -498,7 +498,8 @@ def train_step(
     """
     old_log_probs = []  # of each micro-batch, from the model at the start of the step
     # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch. A mean of micro-batch means would give tokens of small micro-batches more weight.
+    # batch, which all ranks know. A mean of micro-batch means would give tokens of small
+    # micro-batches more weight.
     # FSDP averages gradients over the ranks, so multiply by their number to get a sum. (AdamW would
     # hide it if they were too small: its updates do not depend on their scale. The norm shows it.)
     scale = dist.get_world_size() / batch.num_targets
@@ -1086,7 +1087,7 @@ def main() -> partial | None:
         add_log_probs(frozen, batch.micro_batches, device)
         measured = train_step(model, optimizer, batch, step, config, device)
         if step == 1:
-            refuse_untrained(model, optimizer)
+            refuse_untrained(model, optimizer)  # a collective
         tokens += batch.num_targets
         # All ranks learn whether any of them got a signal to stop.
         [run.stopping] = max_over_ranks(run.stop_signals)

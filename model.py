@@ -413,7 +413,7 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: str) -> None:
         fraction = float(mode)
 
     def recompute(forward: Callable) -> Callable:
-        # NOTE: torch 2.13 compiles nothing, without a word, if `forward` is partial(checkpoint, ...).
+        # NOTE: from partial(checkpoint, forward), torch 2.13 compiles nothing, without a word.
         return lambda *args, **kwargs: checkpoint(forward, *args, **options, **kwargs)
 
     for i, block in enumerate(blocks):
