@@ -556,7 +556,7 @@ def count_flops(model: nn.Module) -> tuple[int, int, int]:
     if (
         set(getattr(config, "layer_types", None) or ["full_attention"]) != {"full_attention"}
         or config.model_type in OTHER_FLOPS
-        or config.model_type not in BUCKETED_TYPES
+        or config.model_type not in BUCKETED_TYPES.split()
         or getattr(config, "sliding_window", None)
         or hasattr(config, "kv_lora_rank")
     ):
