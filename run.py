@@ -319,10 +319,11 @@ def refuse_untrained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     The optimizer has no state for such a parameter, so no checkpoint could be resumed. Single ranks
     may lack gradients, as they may lack a shard.
     """
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    of_ranks = gather([(name, p in optimizer.state) for name, p in named])
-    nowhere = dict(sorted(sum(of_ranks, [])))  # True comes after False, and counts
-    nowhere = [name for name, trained in nowhere.items() if not trained]
+    of_ranks = gather(
+        {name: p in optimizer.state for name, p in model.named_parameters() if p.requires_grad}
+    )
+    names = sorted(set().union(*of_ranks))
+    nowhere = [name for name in names if not any(trained.get(name) for trained in of_ranks)]
     if nowhere:
         refuse(
             f"no gradient reaches {', '.join(nowhere[:3])}: freeze what the model does not "
@@ -366,6 +367,18 @@ def set_up_gpu(config: Flags) -> torch.device:
     return device
 
 
+CORES = Path("/sys/devices/system/cpu")  # of Linux
+
+
+def advise_on_threads() -> None:
+    """Say how many threads an optimizer on the CPU could use. torchrun sets one per rank."""
+    # The hardware threads of a core have the same list of CPUs.
+    cores = {path.read_text() for path in CORES.glob("cpu*/topology/core_cpus_list")}
+    threads = len(cores) // int(os.environ["LOCAL_WORLD_SIZE"])
+    if threads > torch.get_num_threads():
+        say(f"the optimizer runs on the CPU: export OMP_NUM_THREADS={threads}")
+
+
 def max_over_ranks(*values: float) -> list[float]:
     """Return the largest of each number over all ranks. A collective."""
     tensor = torch.tensor(values, dtype=torch.float64)
@@ -383,11 +396,19 @@ PEAK_TFLOPS = {
     "H[12]00 NVL": 835,
     "H100 PCIe": 756,
     "G?H[12]00": 989,
+    "H20": 148,
     "A100": 312,
+    "A30": 165,
+    "A40": 150,
+    "A10": 125,
     "A10G": 70,
     "L40S": 362,
+    "L40": 181,
     "L4": 121,
     "RTX PRO 6000": 504,
+    "RTX 6000 Ada": 364,
+    "RTX A6000": 155,
+    "RTX A5000": 111,
     "RTX 5090$": 210,
     "RTX 4090$": 165,
     "RTX 3090$": 71,
@@ -492,6 +513,8 @@ class Run:
             f"{config.precision} on {counted(self.world_size, 'rank')} ({mesh}), {work}, "
             f"learning rate {config.learning_rate:g}"
         )
+        if getattr(config, "cpu_offload", False):
+            advise_on_threads()
         self.unvalidated = progress.get("unvalidated", False)
         self.trace(progress["step"])
         # The ranks collect garbage together (`log_step`). Each at a moment of its own, they would
@@ -587,9 +610,8 @@ class Run:
         """Log an optimizer step that started then, and print its `aim` every ten seconds."""
         now = time.perf_counter()
         seconds = now - started
-        per_token, per_target, per_square = self.flops
-        flops = per_token * batch.num_tokens + per_target * batch.num_targets
-        flops += per_square * batch.squared_lengths
+        counts = batch.num_tokens, batch.num_targets, batch.squared_lengths
+        flops = sum(each * count for each, count in zip(self.flops, counts))
         line = {
             "step": step,
             **measured,

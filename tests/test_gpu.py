@@ -18,7 +18,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2RotaryEmbedding
 import common
 import fsdp2_cp_pretrain
 from model import use_float8
-from run import Flags, peak_tflops, report, set_up_gpu
+from run import CORES, Flags, advise_on_threads, peak_tflops, report, set_up_gpu
 
 sys.path.insert(0, str(ROOT / "tools"))
 import gpu  # noqa: E402
@@ -219,6 +219,20 @@ def test_threads_use_the_gpu_of_their_rank(seen):
     assert seen["starts"]["threads"] == {"plain": 0, "ours": 1}
 
 
+@pytest.mark.skipif(not CORES.exists(), reason="Linux tells its cores")
+def test_an_offloaded_optimizer_is_told_its_threads(monkeypatch, capsys):
+    """Physical cores, divided by the ranks of the machine, if torch has fewer."""
+    cores = len({path.read_text() for path in CORES.glob("cpu*/topology/core_cpus_list")})
+    said = []
+    for threads, ranks in ((0, 1), (0, cores), (1, cores), (0, 2 * cores)):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+        advise_on_threads()
+        said.append(capsys.readouterr().out)
+    lines = [f"the optimizer runs on the CPU: export OMP_NUM_THREADS={n}\n" for n in (cores, 1)]
+    assert said == [*lines, "", ""]
+
+
 @pytest.mark.parametrize(
     "name, peak",
     [
@@ -232,9 +246,17 @@ def test_threads_use_the_gpu_of_their_rank(seen):
         ("NVIDIA B200", 2250),
         ("NVIDIA B300 SXM6 AC", 2250),
         ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA A10", 125),
         ("NVIDIA A10G", 70),
+        ("NVIDIA A30", 165),
+        ("NVIDIA A40", 150),
+        ("NVIDIA H20", 148),
+        ("NVIDIA L40", 181),
         ("NVIDIA L40S", 362),
         ("NVIDIA L4", 121),
+        ("NVIDIA RTX A5000", 111),
+        ("NVIDIA RTX A6000", 155),
+        ("NVIDIA RTX 6000 Ada Generation", 364),
         ("NVIDIA RTX PRO 6000 Blackwell Server Edition", 504),
         ("NVIDIA RTX A1000", None),
         ("NVIDIA GeForce RTX 3090", 71),
