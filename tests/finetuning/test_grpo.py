@@ -1467,11 +1467,12 @@ def test_a_rank_that_stalls_while_sampling_ends_the_run_in_time(reinforce, tmp_p
 
 
 @pytest.mark.drill
-def test_a_run_killed_again_and_again_repeats_its_answers(flags, tmp_path, monkeypatch):
+def test_a_run_killed_again_and_again_repeats_its_answers(flags, teacher, tmp_path, monkeypatch):
     """At random moments and while a checkpoint is written, all its numbers keep their bits."""
     monkeypatch.setenv("COPIED", str(with_reward(tmp_path / "copy", GRADED)))
     own = flags | RUN | {"steps": 18, "prompts": 16, "answers": 8, "answer_length": 64}
     own |= {"learning_rate": 1e-3, "inner_steps": 2, "async_checkpoint": "true"}
+    own |= {"teacher": teacher, "teacher_weight": 0.5}
     program = [sys.executable, str(ROOT / "tests/support/storm.py"), "copied"]
     for number, run_dir in ((0, tmp_path / "undisturbed"), (6, tmp_path / "storm")):
         words = [str(number), "1", *arguments(own | {"run_dir": run_dir})]
