@@ -138,7 +138,7 @@ def test_a_parameter_that_no_rank_trains_ends_the_run(monkeypatch):
     optimizer = torch.optim.AdamW([model["a"].weight, model["b"].weight])
     model["a"](torch.ones(1)).sum().backward()
     optimizer.step()
-    monkeypatch.setattr(run, "gather", lambda named: [named, [("b.weight", True)]])
+    monkeypatch.setattr(run, "gather", lambda named: [named, {"b.weight": True}, {}])
     run.refuse_untrained(model, optimizer)
     monkeypatch.setattr(run, "gather", lambda value: [value, value])
     with pytest.raises(common.Refusal, match="^no gradient reaches b.weight: "):
