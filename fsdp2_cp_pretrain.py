@@ -266,8 +266,8 @@ def local_micro_batch(
         chunks = padded.chunk(num_chunks, dim=1)
         part[name] = torch.cat([chunks[i] for i in own_chunks], dim=1)
     if config.batching == "packed":
-        # Attention sees full sequences, so the cumulative sequence lengths stay those of the full
-        # sequence. The padding is one more document.
+        # Attention sees full sequences, so the cumulative sequence lengths are not cut. The padding
+        # is one more document.
         end = length + padding
         part["cu_seq_lens_q"] = nn.functional.pad(part["cu_seq_lens_q"], (0, 1), value=end)
     return common.to_device(part, device)

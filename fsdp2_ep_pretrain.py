@@ -9,9 +9,9 @@ When to use it: FSDP2 alone all-gathers all experts of a block, although each to
 Here each rank of an EP group has some experts, and tokens travel to them. Keep the ranks of a group
 inside one node.
 
-FSDP2 shards what a rank has, and turns parameters into DTensors. A DTensor is a tensor that is
-spread over ranks. Its `shape` is the shape of the full tensor, but each rank holds only a shard,
-`to_local()`.
+FSDP2 shards these experts and all other parameters, and turns them into DTensors. A DTensor is a
+tensor that is spread over ranks. Its `shape` is the shape of the full tensor, but each rank holds
+only a shard, `to_local()`.
 
 Memory per rank, with N ranks in groups of E: 1/N of the fp32 parameters, gradients and AdamW
 moments, 16/N bytes per parameter. While a block computes, also its full parameters, and in backward
@@ -423,7 +423,7 @@ def train_step(
 
     FSDP reduce-scatters the gradients of every micro-batch, overlapped with its backward, so a rank
     accumulates only its shards. With `--reduce_every_micro_batch false` it accumulates full
-    gradients (of the experts, those of its slice), in fp32, and reduce-scatters them once, on the
+    gradients in fp32 (of experts, only of its own), and reduce-scatters them once, on the
     last micro-batch. That saves communication but needs memory for all these gradients.
     """
     layers = moe_layers(model)

@@ -780,7 +780,7 @@ class AnswerLayer(DynamicLayer):
         return self.length
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *_: Any, **__: Any) -> tuple:
-        """Store keys and values of the next tokens; returns those of all tokens until then."""
+        """Store keys and values of the next tokens; returns both of all tokens so far."""
         begin = self.length
         end = begin + keys.shape[2]
         if begin == 0:

@@ -454,7 +454,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         initialize(model, block.modules(), config.seed, device)
         for module in block.modules():
             if isinstance(module, LoraLinear):
-                module.start()  # the random numbers are those of the block's name
+                module.start()  # the block's name has seeded the random numbers
         fully_shard(block, reshard_after_forward=config.reshard_after_forward, **options)
     if not model.config.tie_word_embeddings:
         # A tied embedding is the head's weight too, and stays in the root's unit. An untied one can

@@ -494,8 +494,8 @@ def local_micro_batch(
         padded = nn.functional.pad(part[name], (0, padding), value=value)
         part[name] = padded.chunk(ranks, dim=1)[rank]
     if config.batching == "packed":
-        # Attention sees full sequences, so the cumulative sequence lengths stay those of the full
-        # sequence. The padding is one more document.
+        # Attention sees full sequences, so the cumulative sequence lengths are not cut. The padding
+        # is one more document.
         ends = part["cu_seq_lens_q"]
         part["cu_seq_lens_q"] = nn.functional.pad(ends, (0, 1), value=length + padding)
     return common.to_device(part, device)

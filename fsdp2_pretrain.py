@@ -16,7 +16,7 @@ each rank holds only a shard, `to_local()`. FSDP2 shards each parameter along di
 Memory per rank, with N ranks: 1/N of the fp32 parameters, gradients and AdamW moments, 16/N bytes
 per parameter. On top come the full parameters of the block that computes, of the next one, whose
 all-gather overlaps, and of the root (what is outside the blocks). In backward also the full
-gradients of a block, those that are being reduce-scattered, and those of the root until backward
+gradients of a block, of the block that is being reduce-scattered, and of the root until backward
 ends.
 
 Communication volume per micro-batch, with P the bytes of the parameters in compute precision and G

@@ -182,12 +182,12 @@ def parse_config(config_class: type) -> Any:
     """Parse the command line into the script's Config."""
     parser = transformers.HfArgumentParser(config_class, allow_abbrev=False)
     parser.error = refuse
-    # Group the flags in --help: first those of the script and its other defaults, then by subject.
+    # Group the flags in --help: first the script's own and changed ones, then by subject.
     # argparse offers no way to move a flag to another group, so this uses its private lists.
     flags = parser._optionals._group_actions
     own = group = parser.add_argument_group("this script's own flags and defaults")
     for action in flags[1:]:  # after --help
-        action.default = getattr(config_class, action.dest)  # it omits those of lists
+        action.default = getattr(config_class, action.dest)  # it omits defaults of lists
         if action.dest in SUBJECTS:
             group = parser.add_argument_group(SUBJECTS[action.dest])
         is_own = getattr(Flags, action.dest, group) != action.default
@@ -496,7 +496,7 @@ class Run:
         only request a stop.
         """
         config = self.config
-        for group in dist.distributed_c10d._world.pg_map:  # those of a mesh have torch's default
+        for group in dist.distributed_c10d._world.pg_map:  # a mesh has torch's default
             group.set_timeout(datetime.timedelta(minutes=config.timeout_minutes))
         for signal_number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(signal_number, self.request_stop)
