@@ -280,7 +280,7 @@ MISTAKES = [
         [
             (
                 "lengths = [length for length in boundaries.diff().tolist() if length]",
-                "lengths = [query.shape[2]]",
+                "lengths = [heads[0].shape[2]]",
             )
         ],
         "reference",
