@@ -9,8 +9,8 @@ tensors, a broadcast the tensor of one rank (docs/collectives.md shows both).
 
 Memory per rank: all fp32 parameters, gradients and AdamW moments, 16 bytes per parameter. (In bf16,
 autocast also keeps bf16 copies of the matrices from forward to backward.) Ranks differ only in the
-micro-batches that they train on. With --shard_optimizer (ZeRO-1), N ranks divide
-the moments among themselves, so a rank needs 8 + 8/N bytes per parameter.
+micro-batches that they train on. With --shard_optimizer (ZeRO-1), N ranks divide the moments among
+themselves, so a rank needs 8 + 8/N bytes per parameter.
 
 Communication volume per step, with G the bytes of the fp32 gradients: one all-reduce of the
 gradients, 2G(N-1)/N. It runs in buckets that overlap with the backward of earlier layers. ZeRO-1

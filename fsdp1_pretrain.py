@@ -8,7 +8,8 @@ FSDP1 flattens the parameters of each block into one tensor, and each rank holds
 
 Memory per rank, with N ranks: 1/N of the fp32 parameters, gradients and AdamW moments, 16/N bytes
 per parameter. On top come the full parameters of the block that computes, of the next one, whose
-all-gather overlaps, and of the root, and in backward the block's full gradients.
+all-gather overlaps, and of the root (what is outside the blocks). In backward also the full
+gradients of a block.
 
 Communication volume per micro-batch, with P the bytes of the parameters in compute precision and G
 the bytes of the fp32 gradients: each block's parameters are all-gathered for its forward and again
@@ -257,9 +258,8 @@ def evaluate(model: FullyShardedDataParallel, validation: common.Batches, run: R
 def build_optimizer(model: FullyShardedDataParallel, decayed: set[str], config: Config) -> AdamW:
     """Build AdamW over this rank's shards; `decayed` are the names with weight decay.
 
-    NOTE: call it after `parallelize`, in which `initialize` replaces all parameters. An optimizer
-    that was built before would update tensors that the model no longer uses, and the loss would not
-    fall.
+    NOTE: call it after `parallelize`, in which `initialize` replaces all parameters. Those that an
+    optimizer got before would have no gradients, so its steps would change nothing.
     """
     with_decay, without_decay = [], []
     for name, parameter in model.named_parameters():

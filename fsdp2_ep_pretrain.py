@@ -423,8 +423,8 @@ def train_step(
 
     FSDP reduce-scatters the gradients of every micro-batch, overlapped with its backward, so a rank
     accumulates only its shards. With `--reduce_every_micro_batch false` it accumulates full
-    gradients in fp32 (of experts, only of its own), and reduce-scatters them once, on the
-    last micro-batch. That saves communication but needs memory for all these gradients.
+    gradients in fp32 (of experts, only of its own), and reduce-scatters them once, on the last
+    micro-batch. That saves communication but needs memory for all these gradients.
     """
     layers = moe_layers(model)
     num_experts = layers[0].experts.num_experts
