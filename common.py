@@ -168,9 +168,9 @@ def write_json(path: Path, value: dict) -> None:
 class PreTrainedTokenizerFast(transformers.PreTrainedTokenizerFast):
     """A tokenizer that AutoTokenizer returns unchanged, once it is saved.
 
-    transformers writes the name of the class, which its version 4 knows, too. For some model types
-    AutoTokenizer uses the type's class instead: for qwen2 one with its own pre-tokenizer and
-    normalizer. It does not if `auto_map` names code. That code runs only if somebody allows it.
+    transformers saves this class name, which version 4 has, too. For some model types (qwen2)
+    AutoTokenizer would load the type's class, with its own pre-tokenizer and normalizer, unless
+    `auto_map` names code. That code runs only with `trust_remote_code`.
     """
 
     _auto_map = {"AutoTokenizer": [None, "tokenization.Tokenizer"]}
@@ -219,8 +219,8 @@ def load_tokenizer(name: str) -> Tokenizer:
 
 def from_tiktoken(encoding: tiktoken.Encoding) -> Tokenizer:
     """Return the transformers tokenizer that gives the same ids as a tiktoken encoding."""
-    # NOTE: for tiktoken this is one to three digits, possessive. For `tokenizers` it would be any
-    # number of them.
+    # NOTE: in tiktoken, {1,3}+ is one to three digits, possessive. In `tokenizers` it is any
+    # number.
     pattern = encoding._pat_str.replace("{1,3}+", "{1,3}")
     special = {i: token for token, i in encoding._special_tokens.items()}
     converter = TikTokenConverter(pattern=pattern, extra_special_tokens=[*special.values()])
@@ -515,8 +515,8 @@ def load_documents(
     )
     # macOS cannot tell which CPUs a process may use.
     num_cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    # The first rank of a node does the work, and the others wait and read the cache. This happens
-    # before the ranks meet, because the time that a collective may take is limited.
+    # The first rank of a node tokenizes, and the others wait and read the cache. This happens
+    # before `init_process_group`, because collectives have a timeout.
     lock = filelock.FileLock(f"{datasets.config.HF_DATASETS_CACHE}/{key}.lock")
     with (
         lock,
@@ -607,10 +607,10 @@ class Sequences:
 def train_validation_split(documents: datasets.Dataset, validation_tokens: float) -> tuple:
     """Return the documents for training and for validation, in the order of their hashes.
 
-    Held out are the documents with the smallest hashes: 2 % of all possible hashes, at most 5,000
-    documents. A document is on the same side in every run and script, whatever rows are left out.
-    (With fewer than about 50 groups, one is held out: the first that is not left out.) The
-    validation set is the first of the held-out documents that have `validation_tokens`.
+    The documents with the smallest hashes are held out: about 2 %, and at most about 5,000. A
+    document is on the same side in every run and script, whatever rows are left out. (With fewer
+    than about 50 groups, one is held out: the first that is not left out.) The validation set is
+    the first of the held-out documents that have `validation_tokens`.
     """
     table = documents.data.select(["group", "lengths", "num_targets"]).to_pandas()
     table = table.query("num_targets > 0").sort_values("group", kind="stable")
@@ -985,9 +985,9 @@ def sync_to_disk(path: Path) -> bool:
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory. First it gets another name, so that no half of it is left under its own.
+    """Remove a directory. It is renamed first, so that no half of it keeps its name.
 
-    NFS keeps files that somebody has open, and where they are. A failure does not end the run.
+    NFS keeps open files, and their directory. A failure does not end the run.
     """
     with suppress(OSError):  # usually it is gone
         renamed = directory.rename(directory.with_suffix(f".{time.time_ns()}.tmp"))
@@ -1057,8 +1057,8 @@ class Checkpoints:
         changed = differences(progress, self.facts, plan)
         if changed:
             refuse(
-                f"checkpoint {self.newest} was written with {', '.join(changed)}; resume with the "
-                "same, or use only the weights: --init_from, another --run_dir"
+                f"checkpoint {self.newest} was written with {', '.join(changed)}; resume with its "
+                "values, or use only the weights: --init_from, another --run_dir"
             )
         if in_other_run:  # this directory has none of that run's lines
             progress["metrics_bytes"] = 0

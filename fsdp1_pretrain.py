@@ -196,8 +196,8 @@ def train_step(
     needs memory for a full set of gradients.
     """
     # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch, which all ranks know. A mean of micro-batch means would give tokens of small
-    # micro-batches more weight.
+    # batch, over all ranks. A mean of micro-batch means would give tokens of small micro-batches
+    # more weight.
     # FSDP averages gradients over the ranks, so multiply by their number to get a sum. (AdamW would
     # hide it if they were too small: its updates do not depend on their scale. The norm shows it.)
     scale = dist.get_world_size() / batch.num_targets
@@ -258,8 +258,8 @@ def evaluate(model: FullyShardedDataParallel, validation: common.Batches, run: R
 def build_optimizer(model: FullyShardedDataParallel, decayed: set[str], config: Config) -> AdamW:
     """Build AdamW over this rank's shards; `decayed` are the names with weight decay.
 
-    NOTE: call it after `parallelize`, in which `initialize` replaces all parameters. Those that an
-    optimizer got before would have no gradients, so its steps would change nothing.
+    NOTE: call it after `parallelize`, in which `initialize` replaces all parameters. The old
+    parameters never get gradients, so an optimizer over them would change nothing.
     """
     with_decay, without_decay = [], []
     for name, parameter in model.named_parameters():
@@ -295,7 +295,7 @@ def main() -> partial | None:
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     accumulation = micro_batches_per_rank(config, ranks)
 
-    # Tokenizing can take longer than a collective may wait, so do it before the ranks meet.
+    # Tokenizing can take longer than the timeout of collectives, so do it before they begin.
     tokenizer = common.load_tokenizer(config.tokenizer)
     documents = common.load_documents(config, [config.text_column], common.tokenize_text, tokenizer)
     training, validation = (
@@ -332,7 +332,7 @@ def main() -> partial | None:
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]
-    # The ranks take turns to get the micro-batches of a global batch.
+    # Data-parallel ranks get the micro-batches of a global batch in turn.
     batches = training.stream(tokens, accumulation, rank, ranks)
     if run.unvalidated:  # a signal has stopped the validation of this step
         loss = evaluate(model, validation, run)
@@ -347,8 +347,8 @@ def main() -> partial | None:
         if step == 1:
             refuse_untrained(model, optimizer)  # a collective
         tokens += batch.num_targets
-        # A signal only raises `stop_signals`, so that the step ends first. All ranks learn whether
-        # any of them got one, and the longest wait for data.
+        # A signal only raises `stop_signals`, so that the step ends first. `max_over_ranks` returns
+        # whether any rank got one, and the longest wait for data.
         data_seconds, run.stopping = max_over_ranks(data_seconds, run.stop_signals)
         run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:

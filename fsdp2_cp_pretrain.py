@@ -4,38 +4,40 @@
 
 When to use it: the activations of one sequence do not fit on one GPU, as with long documents.
 
-The ranks of a CP group have 1/C of each sequence. Norms and feed-forward treat each token alone, so
-only attention needs the other ranks' tokens. `--context_attention` is how it gets them:
+Each rank of a CP group has 1/C of each sequence. Norms and feed-forward treat each token alone, so
+only attention needs the other ranks' tokens. `--context_attention` chooses how ranks exchange them:
 
-- `ulysses` (DeepSpeed-Ulysses, arXiv 2309.14509): all-to-alls around attention turn all heads of a
-  part of the sequence into some heads of the full sequence, and back. C has to divide the heads.
+- `ulysses` (DeepSpeed-Ulysses, arXiv 2309.14509): an all-to-all before attention turns a part of
+  the sequence with all heads into the full sequence with 1/C of the heads, and one after it turns
+  them back. C has to divide the heads.
 - `ring` (Ring Attention, arXiv 2310.01889): keys and values travel from rank to rank, while each
   rank attends with its own queries. Any number of heads will do, and the transfers overlap with
-  compute. Each rank has an early and a late part of the sequence, so that causal attention is the
+  compute. Each rank has an early and a late chunk of each sequence, so that causal attention is the
   same work for all (as in Llama 3, arXiv 2407.21783, which all-gathers keys and values instead).
 
-FSDP2 shards parameters over all ranks. It turns them into DTensors. A DTensor is a tensor that is
+FSDP2 turns the parameters into DTensors, sharded over all ranks. A DTensor is a tensor that is
 spread over ranks. Its `shape` is the shape of the full tensor, but each rank holds only a shard,
 `to_local()`. FSDP2 shards each parameter along dimension 0.
 
 Memory per rank, with N ranks in all: 1/N of the fp32 parameters, gradients and AdamW moments, 16/N
-bytes per parameter. While a block computes, also its full parameters, and in backward its full
-gradients. The activations of 1/C of each sequence.
+bytes per parameter. On top come the full parameters of one or two blocks and of the root (what is
+outside the blocks), in backward also their full gradients, and the activations of 1/C of each
+sequence.
 
 Communication volume inside each block, with Q and K the bytes of the queries and of the keys of a
 micro-batch:
 
-- `ulysses`: an all-to-all each for queries, keys, values and outputs in forward, and the same in
-  backward, 4(Q+K)(C-1)/C² in all, or 6(Q+K)(C-1)/C² if backward recomputes the block.
+- `ulysses`: an all-to-all each for queries, keys, values and outputs in forward, and four in
+  backward, 4(Q+K)(C-1)/C² in all, or 6(Q+K)(C-1)/C² if backward recomputes the block. (If C does
+  not divide the key/value heads, they are repeated first, and K is the size of the repeated keys.)
 - `ring`: keys and values in forward and in backward, and their gradients in backward,
-  2K(3C-2)/C in all, and 2K(C-1)/C more if backward recomputes the block. That is less if many
-  queries share a key (Q much larger than K) and C is small.
+  2K(3C-2)/C in all, and 2K(C-1)/C more if backward recomputes the block. That is less than
+  `ulysses` if many query heads share a key/value head (Q much larger than K) and C is small.
 
-Communication volume per step, with P the bytes of the parameters in compute precision and G the
-bytes of the fp32 gradients: each block's parameters are all-gathered for its forward and again for
-its backward, 2P(N-1)/N in all, and its gradients are reduce-scattered, G(N-1)/N. (The embedding,
-the last norm and the head are gathered once per micro-batch.) Most of it overlaps with compute.
-With gradient accumulation, each micro-batch communicates as much as this again.
+Communication volume per micro-batch, with P the bytes of the parameters in compute precision and G
+the bytes of the fp32 gradients: each block's parameters are all-gathered for its forward and again
+for its backward, 2P(N-1)/N in all, and its gradients are reduce-scattered, G(N-1)/N. (The
+embedding, the last norm and the head are gathered once.) Most of this overlaps with compute.
 """
 
 import math
@@ -117,7 +119,7 @@ class Config(Flags):
         super().__post_init__()
         if self.context_attention == "ring":
             if self.batching == "packed":
-                common.refuse("--context_attention ring does not support --batching packed")
+                common.refuse("--context_attention ring needs --batching bucketed")
             if self.precision == "fp32" and torch.cuda.is_available():
                 common.refuse("--context_attention ring needs --precision bf16 on GPUs")
 
@@ -150,7 +152,7 @@ def dp_rank_and_size(config: Config) -> tuple[int, int]:
 
 def check_model(model_config: PreTrainedConfig, config: Config) -> None:
     """Refuse a model whose attention is not plainly causal, or whose heads cannot be split."""
-    # Other types mix tokens outside of attention, or need masks.
+    # Types outside this list mix tokens outside of attention, or need masks.
     if model_config.model_type not in PACKED_TYPES.split():
         common.refuse(f"--model {config.model}: CP cannot train type {model_config.model_type}")
     window = getattr(model_config, "sliding_window", None)
@@ -173,13 +175,13 @@ def check_model(model_config: PreTrainedConfig, config: Config) -> None:
 def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
     """Shard a model that is on the meta device, and give the shards memory and initial weights.
 
-    CP replaces only the attention. FSDP shards parameters over all ranks, whichever tokens of
-    whichever sequences they have.
+    CP replaces only the attention. FSDP shards parameters over all ranks, within and across CP
+    groups.
 
     `fully_shard(module)` makes one unit of the module's parameters: they are gathered and freed
-    together. Parameters that an earlier call on a submodule took stay in that unit. The call turns
-    the parameters into DTensors, gives the module a class with the methods of `FSDPModule`, and
-    adds these hooks:
+    together. Parameters that an earlier call on a submodule has claimed stay in the submodule's
+    unit. The call turns the parameters into DTensors, gives the module a class with the methods of
+    `FSDPModule`, and adds these hooks:
 
     - Before forward, one all-gather makes the unit's parameters full. After forward they are freed.
     - Before backward, another all-gather makes them full again. After backward, one reduce-scatter
@@ -191,12 +193,12 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     block, whose backward comes next.
     """
     check_model(model.config, config)
-    # The CP group of this rank. It has consecutive ranks, so that they share a node.
+    # This rank's CP group: consecutive ranks, so that they share a node.
     group, _ = dist.new_subgroups(config.context_parallel, group_desc="context")
     attention = ring_attention if config.context_attention == "ring" else ulysses_attention
-    # NOTE: for the name "sdpa", transformers would make a mask of this rank's part of the sequence
-    # where its positions are not consecutive: with padding, packed, and with the ring's two chunks.
-    # For a name of our own it makes none.
+    # NOTE: under the name "sdpa", transformers would build a mask where this rank's positions are
+    # not consecutive: with padding, in packed batches, and with the ring's two chunks. Under a name
+    # that it does not know it builds none.
     AttentionInterface.register("context_parallel", partial(attention, group))
     model.set_attn_implementation("context_parallel")
     blocks = transformer_blocks(model)
@@ -266,8 +268,8 @@ def local_micro_batch(
         chunks = padded.chunk(num_chunks, dim=1)
         part[name] = torch.cat([chunks[i] for i in own_chunks], dim=1)
     if config.batching == "packed":
-        # Attention sees full sequences, so the cumulative sequence lengths are not cut. The padding
-        # is one more document.
+        # Attention sees full sequences, so the cumulative sequence lengths are not split. The
+        # padding counts as a document.
         end = length + padding
         part["cu_seq_lens_q"] = nn.functional.pad(part["cu_seq_lens_q"], (0, 1), value=end)
     return common.to_device(part, device)
@@ -276,7 +278,7 @@ def local_micro_batch(
 def exchange(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Split dimension 1 over the ranks of a CP group, and join their parts of dimension 2.
 
-    By an all-to-all: each rank sends a different part of its tensor to each rank.
+    In an all-to-all, each rank sends a different part of its tensor to each rank.
 
     [sequences, heads, length / C, head size] -> [sequences, heads / C, length, head size], and back
     [sequences, length, heads / C, head size] -> [sequences, length / C, heads, head size].
@@ -299,13 +301,13 @@ def ulysses_attention(
 ) -> tuple:
     """Causal attention over full sequences, of which each rank has a part.
 
-    Attention needs full sequences, but it treats each head alone. So all-to-alls turn all heads of
-    a part of the sequence into some heads of the full sequence, and back.
+    Attention needs full sequences, but treats each head alone. All-to-alls therefore switch from
+    sequence shards to head shards, and back.
 
     Args:
         query: [sequences, heads, length / C, head size]; key and value may have fewer heads.
     """
-    # Where the CP group does not divide the key/value heads, several ranks need the same one.
+    # If C does not divide the number of key/value heads, several ranks need a copy of one head.
     ranks = group.size()
     copies = ranks // math.gcd(ranks, key.shape[1])
     if copies > 1:
@@ -320,7 +322,7 @@ def ulysses_attention(
     return exchange(output, group), None  # [sequences, length / C, heads, head size]
 
 
-@torch.compiler.disable  # the transfers would not overlap
+@torch.compiler.disable  # a graph break; compiled, the transfers would not overlap
 def ring_attention(
     group: dist.ProcessGroup,
     module: nn.Module,
@@ -343,8 +345,8 @@ def ring_attention(
 class RingAttention(torch.autograd.Function):
     """Causal attention of a rank's own queries to keys and values that travel around the ring.
 
-    In each turn a rank attends to the keys and values of one rank. The outputs of the turns are
-    averaged, with the sums of exponentials of their scores as weights.
+    In each turn a rank attends to the keys and values of one rank. The output is the mean over all
+    turns, weighted by each turn's sum of exponentials (online softmax).
 
     Args:
         query: [sequences, heads, length / C, head size], an early and a late chunk of the sequence.
@@ -354,7 +356,7 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, keys_values, scale, group):
-        # SDPA's kernels. They also return the logarithm of each query's sum of exponentials.
+        # SDPA's flash kernels. They also return the logsumexp of each query's scores.
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         if query.is_cuda:
             kernel = torch.ops.aten._scaled_dot_product_flash_attention
@@ -372,7 +374,7 @@ class RingAttention(torch.autograd.Function):
                 causal,
                 scale=scale,
             )
-            log_sum = log_sums[:, :, own]  # a view, as the next one
+            log_sum = log_sums[:, :, own]  # views, updated in place below
             sum_of_parts = output[:, :, own]
             total = torch.logaddexp(log_sum, part_sum)
             sum_of_parts *= (log_sum - total).exp().unsqueeze(-1)
@@ -388,7 +390,7 @@ class RingAttention(torch.autograd.Function):
         query, keys_values, output, log_sums = ctx.saved_tensors
         copies = query.shape[1] // keys_values.shape[2]
         query_gradient = torch.zeros_like(query)
-        gradients = torch.zeros_like(keys_values)  # they travel too, one turn behind
+        gradients = torch.zeros_like(keys_values)  # passed on after each turn's kernel
         for turn, traveling in enumerate(travel(keys_values, ctx.group)):
             own, theirs, causal = visible(turn, ctx.group, query.shape[2])
             key, value = traveling[:, :, :, theirs].repeat_interleave(copies, dim=2)
@@ -398,7 +400,7 @@ class RingAttention(torch.autograd.Function):
                 key,
                 value,
                 output[:, :, own],
-                # NOTE: the kernel for GPUs ignores their strides. It would read others, silently.
+                # NOTE: the CUDA kernel ignores strides. It would silently read other values.
                 log_sums[:, :, own].contiguous(),
             ]
             of_query, *of_heads = flash_attention_backward(tensors, causal, ctx.scale)
@@ -406,13 +408,13 @@ class RingAttention(torch.autograd.Function):
             # Sum over the query heads that share a key/value head.
             of_heads = torch.stack(of_heads).unflatten(2, (-1, copies))
             gradients[:, :, :, theirs] += of_heads.sum(dim=3)
-            # After the last turn they are back at the rank whose keys and values these are.
+            # After the last turn, each gradient is on the rank that owns its keys and values.
             gradients = pass_on(gradients, ctx.group)
         return query_gradient, gradients, None, None
 
 
 def travel(tensor: torch.Tensor, group: dist.ProcessGroup) -> Iterator[torch.Tensor]:
-    """Yield the tensors of all ranks of the ring: the own one, the one of the rank before, ..."""
+    """Yield each rank's tensor: first this rank's own, then the previous rank's, and so on."""
     for _ in range(group.size() - 1):
         following = pass_on(tensor, group)
         yield tensor
@@ -421,7 +423,7 @@ def travel(tensor: torch.Tensor, group: dist.ProcessGroup) -> Iterator[torch.Ten
 
 
 def pass_on(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Send a tensor to the next rank of the ring; returns that of the rank before.
+    """Send a tensor to the ring's next rank; returns the previous rank's tensor.
 
     The transfer overlaps with compute until the result is used.
     """
@@ -432,8 +434,8 @@ def pass_on(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def visible(turn: int, group: dist.ProcessGroup, length: int) -> tuple[slice, slice, bool]:
     """Return which own queries see which keys in a turn, and whether that needs a causal mask.
 
-    Each rank has an early and a late chunk of the sequence. In the first turn it has its own keys.
-    After that it sees half of all pairs in each turn.
+    Each rank has an early and a late chunk of the sequence. In the first turn its queries see its
+    own keys, and in each later turn half of all query-key pairs.
     """
     everything = slice(None)
     if turn == 0:
@@ -449,7 +451,7 @@ def flash_attention_backward(
     """Return the gradients of query, key and value.
 
     Args:
-        tensors: the gradient of the output, query, key, value, output, and the logs of the sums.
+        tensors: [gradient of the output, query, key, value, output, logsumexp].
     """
     _, query, key, *_ = tensors
     if not query.is_cuda:
@@ -472,8 +474,8 @@ def train_step(
     """Run one optimizer step; returns the mean loss of the global batch and the gradient norm.
 
     `model(**part)` returns the cross entropy summed over the target tokens of this rank's part of
-    each sequence (`forward_with_loss` in model.py). It uses weights inside the root's forward only.
-    Elsewhere they may be sharded.
+    each sequence (`forward_with_loss` in model.py). The root's forward computes it, because only
+    there the head's weight is sure to be full.
 
     FSDP reduce-scatters the gradients of every micro-batch, overlapped with its backward, so a rank
     accumulates only its shards. With `--reduce_every_micro_batch false` it casts each micro-batch's
@@ -481,26 +483,26 @@ def train_step(
     That saves communication but needs memory for a full set of gradients.
     """
     # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch, which all ranks know. A mean of micro-batch means would give tokens of small
-    # micro-batches more weight.
+    # batch, over all ranks. A mean of micro-batch means would give tokens of small micro-batches
+    # more weight.
     # FSDP averages gradients over the ranks, so multiply by their number to get a sum. (AdamW would
     # hide it if they were too small: its updates do not depend on their scale. The norm shows it.)
-    # NOTE: not by the number of CP groups. Each rank has the loss of its own tokens only.
+    # NOTE: count all ranks, not CP groups. Each rank has the loss of its own tokens only.
     scale = dist.get_world_size() / batch.num_targets
     total_loss = torch.zeros((), device=device)
     for i, micro_batch in enumerate(batch.micro_batches):
         last = i == len(batch.micro_batches) - 1
         # The setters reach all units in the model.
-        # NOTE: off by one here with --reduce_every_micro_batch false, and the last full gradients
-        # stay in FSDP, where `zero_grad` does not reach them. The next step adds them, without an
-        # error.
+        # NOTE: if `last` were one too early with --reduce_every_micro_batch false, the last full
+        # gradients would stay in FSDP, where `zero_grad` does not reach them. The next step would
+        # add them, without an error.
         model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
         # With --reshard_after_forward false, parameters stay full from the first micro-batch's
         # forward to the last one's backward, so only the first forward gathers them.
         model.set_reshard_after_backward(last or config.reshard_after_forward)
         part = local_micro_batch(micro_batch, config, device)
         loss = model(**part)  # all-gathers, and in attention all-to-alls or the ring's transfers
-        (loss * scale).backward()  # the same, and reduce-scatters if gradients sync
+        (loss * scale).backward()  # as above, and reduce-scatters if gradients sync
         total_loss += loss.detach()
     dist.all_reduce(total_loss)
 
@@ -548,8 +550,8 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
 def build_optimizer(model: nn.Module, config: Config) -> AdamW:
     """Build AdamW over this rank's shards; matrices decay, embeddings, norms and biases do not.
 
-    NOTE: call it after `parallelize`, which replaces all parameters. Those that an optimizer got
-    before would have no gradients, so its steps would change nothing.
+    NOTE: call it after `parallelize`, which replaces all parameters. The old parameters never get
+    gradients, so an optimizer over them would change nothing.
     """
     decayed = weight_decay_names(model)
     with_decay, without_decay = [], []
@@ -584,11 +586,11 @@ def main() -> partial | None:
     config = parse_config(Config)
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if config.steps and ranks % config.context_parallel:
-        common.refuse(f"--context_parallel {config.context_parallel} must divide {ranks} ranks")
+        common.refuse(f"--context_parallel {config.context_parallel} does not divide {ranks} ranks")
     dp_rank, dp_size = dp_rank_and_size(config)
     accumulation = micro_batches_per_rank(config, max(1, dp_size))
 
-    # Tokenizing can take longer than a collective may wait, so do it before the ranks meet.
+    # Tokenizing can take longer than the timeout of collectives, so do it before they begin.
     tokenizer = common.load_tokenizer(config.tokenizer)
     documents = common.load_documents(config, [config.text_column], common.tokenize_text, tokenizer)
     training, validation = (
@@ -625,7 +627,7 @@ def main() -> partial | None:
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]
-    # The ranks take turns to get the micro-batches of a global batch.
+    # Data-parallel ranks get the micro-batches of a global batch in turn.
     batches = training.stream(tokens, accumulation, dp_rank, dp_size)
     if run.unvalidated:  # a signal has stopped the validation of this step
         loss = evaluate(model, validation, run)
@@ -640,8 +642,8 @@ def main() -> partial | None:
         if step == 1:
             refuse_untrained(model, optimizer)  # a collective
         tokens += batch.num_targets
-        # A signal only raises `stop_signals`, so that the step ends first. All ranks learn whether
-        # any of them got one, and the longest wait for data.
+        # A signal only raises `stop_signals`, so that the step ends first. `max_over_ranks` returns
+        # whether any rank got one, and the longest wait for data.
         data_seconds, run.stopping = max_over_ranks(data_seconds, run.stop_signals)
         run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:

@@ -14,20 +14,21 @@ tensor that is spread over ranks. Its `shape` is the shape of the full tensor, b
 only a shard, `to_local()`.
 
 Memory per rank, with N ranks in groups of E: 1/N of the fp32 parameters, gradients and AdamW
-moments, 16/N bytes per parameter. While a block computes, also its full parameters, and in backward
-its full gradients, but only of 1/E of its experts.
+moments, 16/N bytes per parameter. On top come the full parameters of one or two blocks, with only
+1/E of their experts, and of the root (what is outside the blocks), in backward also their full
+gradients.
 
 Communication volume inside a block, with A the bytes of [tokens, hidden size] and t experts for
-each token: all-to-alls of 4tA(E-1)/E in forward and backward, or 6tA(E-1)/E with full activation
-checkpointing. Nothing overlaps with them. All ranks wait for the one whose experts got the most
-tokens, and this rank also needs the most memory, so the routers have to be balanced.
+each token: all-to-alls of 4tA(E-1)/E in forward plus backward, or 6tA(E-1)/E with full activation
+checkpointing. They are exposed. All ranks wait for the rank whose experts got the most tokens. This
+rank also needs the most memory, so the routers have to be balanced.
 
-Communication volume per step, with P the bytes of all parameters except experts and X the bytes of
-a rank's experts, both in compute precision: all-gathers before a block's forward and before its
-backward, at most 2P(N-1)/N + 2X(N-E)/N in all, and reduce-scatters of its fp32 gradients, half as
-much in fp32 and equally much in bf16. They overlap with compute although the CPU waits for the
-token counts in each block, because a block issues the all-gathers of its experts and of the next
-block before that. With gradient accumulation, each micro-batch communicates as much as this again.
+Communication volume per micro-batch, with P the bytes of all parameters except experts and X the
+bytes of a rank's experts, both in compute precision: each block's parameters are all-gathered for
+its forward and again for its backward, at most 2P(N-1)/N + 2X(N-E)/N in all, and its fp32 gradients
+are reduce-scattered, half as much in fp32 and equally much in bf16. In forward, the CPU waits for
+the token counts in each block. Before that, the block issues the all-gathers of its experts and of
+the next block, so that they overlap with compute.
 
 GShard (arXiv 2006.16668) introduced expert parallelism. It drops the tokens that exceed an expert's
 capacity, and so does Switch Transformer (arXiv 2101.03961). Nothing is dropped here, as in
@@ -133,7 +134,7 @@ def init_process_group(config: Config) -> torch.device:
 
 
 def moe_layers(module: nn.Module) -> list:
-    """Return the MoE layers in `module`: those whose experts use transformers' ExpertsInterface.
+    """Return the MoE layers in `module` whose experts use transformers' ExpertsInterface.
 
     transformers stores all experts of a layer in one module, as parameters [experts, ...].
     """
@@ -154,7 +155,7 @@ def check_model(model: nn.Module, config: Config) -> None:
         if parameters != {"gate_up_proj", "down_proj"} or experts.is_transposed:
             common.refuse(f"{name}: its {type(experts).__name__} cannot be split over ranks")
         for parameter in experts.parameters():
-            # `grouped_mm` requires strides of 16 bytes: 8 numbers in bf16 (4 in fp32).
+            # `grouped_mm` needs strides in multiples of 16 bytes: 8 bf16 numbers (4 fp32).
             if any(size % 8 for size in parameter.shape[1:]):
                 shape = list(parameter.shape)
                 common.refuse(f"{name}: sizes of experts must be multiples of 8, not {shape}")
@@ -166,38 +167,37 @@ def check_model(model: nn.Module, config: Config) -> None:
 
 
 def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
-    """Split the experts over EP groups, shard all parameters, and give the shards initial weights.
+    """Split experts over each EP group, shard all parameters, and give the shards initial weights.
 
     `fully_shard(module)` makes one unit of the module's parameters: they are gathered and freed
-    together. Parameters that an earlier call on a submodule took stay in that unit. The call turns
-    the parameters into DTensors, gives the module a class with the methods of `FSDPModule`, and
-    adds these hooks:
+    together. Parameters that an earlier call on a submodule has claimed stay in the submodule's
+    unit. The call turns the parameters into DTensors, gives the module a class with the methods of
+    `FSDPModule`, and adds these hooks:
 
     - Before forward, one all-gather makes the unit's parameters full. After forward they are freed.
     - Before backward, another all-gather makes them full again. After backward, one reduce-scatter
       leaves each rank the gradient of its shard, here summed over the ranks, and the full tensors
       are freed.
 
-    On GPUs this communication runs on streams of its own and overlaps with compute. In forward, the
-    CPU runs ahead and starts the next block's all-gather while the GPU still computes this block.
-    In backward, the hook before a block's backward also starts the all-gather of the preceding
-    block, whose backward comes next.
+    On GPUs this communication runs on streams of its own and overlaps with compute. In forward,
+    each block also starts the all-gathers of its experts and of the next block. In backward, the
+    hook before a unit's backward also starts the all-gather of the unit whose backward comes next.
 
     The experts of a block are a unit of their own, which FSDP shards over the ranks that have the
     same experts. All other parameters are sharded over all ranks.
     """
     check_model(model, config)
     blocks = transformer_blocks(model)
-    # Recomputation wraps a block's forward, and FSDP's hooks run around it. So a forward that is
-    # recomputed uses the parameters that were gathered for backward. The compiler takes the whole
-    # call of a block, recomputation too, but leaves FSDP's hooks as they are.
+    # Recomputation wraps a block's forward. The block's FSDP hooks run around it, its experts'
+    # hooks inside. A recomputed forward uses the parameters that were gathered for backward. The
+    # compiler takes the call of a block, but leaves FSDP's hooks and `dispatch` as they are.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
 
-    # The ranks of a row of the mesh are an EP group: they split the experts of each block. They are
-    # consecutive ranks, so that they share a node. The ranks of a column have the same experts, and
-    # FSDP shards these over them.
+    # Each row of the mesh is an EP group: consecutive ranks in one node, which split the experts of
+    # each block. The ranks of a column have the same experts, and FSDP shards these experts over
+    # the column.
     ranks = dist.get_world_size()
     shards = ranks // config.expert_parallel
     mesh = init_device_mesh(
@@ -248,8 +248,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     # Do not free the root's parameters after forward, because backward begins with the head.
     fully_shard(model, mesh=world, reshard_after_forward=False, **options)
     for i, block in enumerate(blocks):
-        # The CPU waits for the GPU in every dispatch, so FSDP would issue the all-gathers that
-        # follow it too late to overlap. Issue them when the block begins.
+        # The CPU waits for the GPU in every dispatch, so FSDP would issue the next all-gathers too
+        # late to overlap. Issue them when the block begins.
         experts = [layer.experts for layer in moe_layers(block)]
         block.set_modules_to_forward_prefetch([*experts, *blocks[i + 1 : i + 2]])
     for module in model.modules():
@@ -262,7 +262,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
 
 
 def split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Keep this rank's slice of a layer's experts, and let its forward dispatch tokens to ranks."""
+    """Keep this rank's slice of a layer's experts, and replace their forward by `dispatch`."""
     for name, parameter in list(experts.named_parameters()):
         # A DTensor whose shards are slices of the experts. Every rank has initialized the same
         # experts, so each can slice its own without a collective.
@@ -274,7 +274,7 @@ def split_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
 def choose_dimension(shards: int, parameter: nn.Parameter) -> Shard:
     """Choose the dimension along which FSDP shards a rank's experts, [own experts, rows, columns].
 
-    If it cannot shard the experts evenly, it would pad the smaller shards, so it shards the rows.
+    Choose rows if only they divide evenly, because FSDP would pad uneven shards of experts.
     """
     own_experts, rows, _ = parameter.to_local().shape
     is_even = own_experts % shards == 0
@@ -291,15 +291,15 @@ def dispatch(
     chosen: torch.Tensor,
     weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Replace the experts' forward: send each token to the ranks of its experts, and back.
+    """Replace the experts' forward: send tokens to their experts' ranks, and outputs back.
 
-    The layer does not know which tokens are padding, so it sends these too.
+    The layer cannot tell which tokens are padding, so it sends these, too.
 
     Args:
         group: the EP group. Its first rank has the first experts, and so on.
         hidden: [tokens, hidden size] of this rank's micro-batch.
         chosen: int64 [tokens, t], the experts of each token.
-        weights: [tokens, t], the factors of the experts' outputs in their sum.
+        weights: [tokens, t], the router's weights for the experts' outputs.
     """
     # A row is one token for one expert. Sorted by expert, rows are also sorted by rank.
     expert_of_row = chosen.flatten()  # [tokens x t]
@@ -309,7 +309,7 @@ def dispatch(
     # An all-to-all. Its backward is another one, which returns the gradients.
     rows = all_to_all_single_autograd(rows, received, sent, group)  # [received, hidden size]
 
-    # Rows arrive sorted by rank, and by expert for each rank. The matmuls need them by expert.
+    # Rows arrive sorted by rank, then by expert. The matmuls need them sorted by expert alone.
     own_experts = torch.arange(counts.shape[1], device=rows.device)
     expert_of_row = own_experts.repeat(group.size()).repeat_interleave(
         counts.flatten(), output_size=len(rows)
@@ -327,11 +327,11 @@ def dispatch(
 def exchange_counts(
     expert_of_row: torch.Tensor, num_experts: int, group: dist.ProcessGroup
 ) -> tuple:
-    """Tell each rank how many rows it will get for each of its experts, by an all-to-all.
+    """Exchange by an all-to-all how many rows each rank will get for each of its experts.
 
     Returns:
-        The rows to receive, int64 [ranks, own experts]; the rows to send to each rank; the rows to
-        receive from each rank.
+        The numbers of rows to receive, int64 [ranks, own experts]; to send to each rank; to receive
+        from each rank.
     """
     # `bincount` would synchronize with the GPU.
     ones = torch.ones_like(expert_of_row)
@@ -362,7 +362,7 @@ def compute_experts(experts: nn.Module, rows: torch.Tensor, counts: torch.Tensor
 def counting_experts(
     layers: list[nn.Module], labels: torch.Tensor, counts: torch.Tensor
 ) -> Iterator[None]:
-    """Add to `counts` [layers, experts] which experts the target tokens of a forward choose.
+    """Add to `counts` [layers, experts] how many target tokens of a forward choose each expert.
 
     The hooks exist during this forward only, because activation checkpointing recomputes blocks in
     backward, which would count everything twice.
@@ -388,9 +388,9 @@ def balance_experts(layers: list[nn.Module], counts: torch.Tensor, rate: float) 
     """Move the routers' biases, so that the next step chooses experts more evenly.
 
     An expert with fewer tokens than the mean gets a larger bias, and one with more a smaller bias.
-    The router adds the bias to its scores only to choose experts. So it changes neither the loss
-    nor the gradients, which an auxiliary loss would disturb (DeepSeek, arXiv 2408.15664). Routers
-    without such a bias stay as they are.
+    The router adds the bias to its scores only to choose experts. So it adds nothing to the
+    gradients, unlike an auxiliary loss (DeepSeek, arXiv 2408.15664). Routers without such a bias
+    stay as they are.
 
     NOTE: balance over the global batch. A single micro-batch may well be about one subject.
 
@@ -422,8 +422,8 @@ def train_step(
     at once, and sums in fp32.
 
     FSDP reduce-scatters the gradients of every micro-batch, overlapped with its backward, so a rank
-    accumulates only its shards. With `--reduce_every_micro_batch false` it accumulates full
-    gradients in fp32 (of experts, only of its own), and reduce-scatters them once, on the last
+    accumulates only its shards. With `--reduce_every_micro_batch false` FSDP accumulates full
+    gradients in fp32 (of 1/E of the experts), and reduce-scatters them once, on the last
     micro-batch. That saves communication but needs memory for all these gradients.
     """
     layers = moe_layers(model)
@@ -431,20 +431,20 @@ def train_step(
     # How many target tokens of this rank choose each expert.
     counts = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
     # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch, which all ranks know. A mean of micro-batch means would give tokens of small
-    # micro-batches more weight.
+    # batch, over all ranks. A mean of micro-batch means would give tokens of small micro-batches
+    # more weight.
     # NOTE: here FSDP adds gradients over ranks and does not average them. An expert's gradient
     # already covers the tokens of its EP group, so FSDP adds N/E gradients for experts, and N for
-    # the other parameters. Two averages would weight experts E times too much. AdamW hides that,
-    # but the norm does not.
+    # the other parameters. Averages would weight experts E times too much. AdamW hides that, but
+    # the norm does not.
     scale = 1 / batch.num_targets
     total_loss = torch.zeros((), device=device)
     for i, micro_batch in enumerate(batch.micro_batches):
         last = i == len(batch.micro_batches) - 1
         # The setters reach all units in the model.
-        # NOTE: off by one here with --reduce_every_micro_batch false, and the last full gradients
-        # stay in FSDP, where `zero_grad` does not reach them. The next step adds them, without an
-        # error.
+        # NOTE: if `last` were one too early with --reduce_every_micro_batch false, the last full
+        # gradients would stay in FSDP, where `zero_grad` does not reach them. The next step would
+        # add them, without an error.
         model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
         # With --reshard_after_forward false, parameters stay full from the first micro-batch's
         # forward to the last one's backward, so only the first forward gathers them.
@@ -452,7 +452,7 @@ def train_step(
         micro_batch = common.to_device(micro_batch, device)
         with counting_experts(layers, micro_batch["labels"], counts):
             loss = model(**micro_batch)  # all-gathers, and all-to-alls of tokens
-        (loss * scale).backward()  # the same, and reduce-scatters if gradients sync
+        (loss * scale).backward()  # as above, and reduce-scatters if gradients sync
         total_loss += loss.detach()
     dist.all_reduce(total_loss)
     dist.all_reduce(counts)  # of all ranks
@@ -509,8 +509,8 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
 def build_optimizer(model: nn.Module, config: Config) -> AdamW:
     """Build AdamW over this rank's shards; matrices decay, embeddings, norms and biases do not.
 
-    NOTE: call it after `parallelize`, which replaces all parameters. Those that an optimizer got
-    before would have no gradients, so its steps would change nothing.
+    NOTE: call it after `parallelize`, which replaces all parameters. The old parameters never get
+    gradients, so an optimizer over them would change nothing.
     """
     decayed = weight_decay_names(model)
     with_decay, without_decay = [], []
@@ -548,7 +548,7 @@ def main() -> partial | None:
         common.refuse(f"--expert_parallel {config.expert_parallel} does not divide {ranks} ranks")
     accumulation = micro_batches_per_rank(config, ranks)
 
-    # Tokenizing can take longer than a collective may wait, so do it before the ranks meet.
+    # Tokenizing can take longer than the timeout of collectives, so do it before they begin.
     tokenizer = common.load_tokenizer(config.tokenizer)
     documents = common.load_documents(config, [config.text_column], common.tokenize_text, tokenizer)
     training, validation = (
@@ -585,7 +585,7 @@ def main() -> partial | None:
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]
-    # The ranks take turns to get the micro-batches of a global batch.
+    # Data-parallel ranks get the micro-batches of a global batch in turn.
     batches = training.stream(tokens, accumulation, rank, ranks)
     if run.unvalidated:  # a signal has stopped the validation of this step
         loss = evaluate(model, validation, run)
@@ -600,8 +600,8 @@ def main() -> partial | None:
         if step == 1:
             refuse_untrained(model, optimizer)  # a collective
         tokens += batch.num_targets
-        # A signal only raises `stop_signals`, so that the step ends first. All ranks learn whether
-        # any of them got one, and the longest wait for data.
+        # A signal only raises `stop_signals`, so that the step ends first. `max_over_ranks` returns
+        # whether any rank got one, and the longest wait for data.
         data_seconds, run.stopping = max_over_ranks(data_seconds, run.stop_signals)
         run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:

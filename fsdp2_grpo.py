@@ -5,34 +5,34 @@
 When to use it: a program can tell good answers from bad ones, and a fine-tuned model already finds
 some of the good ones.
 
-In each step the model samples a group of answers to each of some prompts, and `reward` scores them.
-The advantage of an answer is its reward minus the mean reward of its group, so there is no second
-model that learns what to expect of a prompt (GRPO, arXiv 2402.03300). Training makes the tokens of
-better answers more likely, and those of worse answers less likely. Advantages are not divided by
-the standard deviation of the group, which would make a rare mistake on an easy prompt count as much
-as a prompt in doubt, nor by the length of the answer (Dr. GRPO, arXiv 2503.20783). The loss of a
-step is the sum over all tokens divided by their number, so every token of the global batch counts
-the same (DAPO, arXiv 2503.14476).
+In each step the model samples a group of answers to each of several prompts, and `reward` scores
+them. The advantage of an answer is its reward minus the mean reward of its group, so no value model
+is needed (GRPO, arXiv 2402.03300). Training makes the tokens of better answers more likely, and the
+tokens of worse answers less likely. Advantages are not divided by the group's standard deviation,
+which would overweight a rare mistake on an easy prompt. The loss of an answer is not divided by its
+length (Dr. GRPO, arXiv 2503.20783). The loss of a step is the sum over all target tokens, divided
+by their number, so all tokens of the global batch have equal weight (DAPO, arXiv 2503.14476).
 
-With --teacher, a larger model says how likely it would have written each sampled token, and this is
-the advantage (on-policy distillation). --teacher_weight adds it to that of the reward.
+With --teacher, the advantage is a larger model's log-probability of a token minus the model's own
+(on-policy distillation). --teacher_weight adds this to the reward's advantage.
 
 FSDP2 shards the model: `fully_shard` turns each parameter into a DTensor, a tensor that is spread
 over ranks. Its `shape` is the shape of the full tensor, but each rank holds only a shard,
 `to_local()`. Each rank samples its answers with all parameters unsharded, and trains with shards.
 
 Memory per rank, with N ranks: 1/N of the fp32 parameters, gradients and AdamW moments, 16/N bytes
-per parameter. While a block trains, also its full parameters and gradients. While answers are
-sampled, the full parameters of the whole model, and keys and values for the prompts and answers of
---sample_prompts x --answers sequences: 2 x layers x key-value heads x head size numbers per token.
---reference_weight and --teacher each add another model: 1/N of its parameters in compute precision,
-and one full block while it computes log-probabilities.
+per parameter. While it trains, also the full parameters and gradients of one or two blocks and of
+the root (what is outside the blocks). While answers are sampled, the full parameters of the whole
+model, and the KV cache of --sample_prompts x --answers sequences: 2 x layers x key-value heads x
+head size elements per token. --reference_weight and --teacher each add another model: 1/N of its
+parameters in compute precision, and one or two full blocks and its root while it computes
+log-probabilities.
 
 Communication volume per step, with P the bytes of the parameters in compute precision and G the
-bytes of the fp32 gradients: one all-gather of everything, P(N-1)/N, and nothing more while a rank
-samples, however long its answers are. Then the tokens of the answers go to all ranks. Training
-sends (2P + G)(N-1)/N per micro-batch: all-gathers for forward and backward, and reduce-scatters. A
-reference or teacher sends P(N-1)/N of its own per micro-batch: the all-gathers of a forward.
+bytes of the fp32 gradients: one all-gather of all parameters, P(N-1)/N, and nothing more while a
+rank samples, however long its answers are. Then all ranks gather all answers. Training sends (2P +
+G)(N-1)/N per micro-batch and inner step: all-gathers for forward and backward, and reduce-scatters.
+A reference or teacher all-gathers its own P(N-1)/N per micro-batch, for its forward.
 """
 
 import contextlib
@@ -114,10 +114,10 @@ class Config(Flags):
     )
     chat_template: Literal["own", "collection"] = flag(
         "own",
-        "own: that of the tokenizer. collection: ours, if the model was trained with it",
+        "own: the tokenizer's. collection: this collection's, if the model was trained with it",
     )
     max_length: PositiveInt = flag(
-        512, "longest sequence of prompt and answer in tokens; longer prompts are left out"
+        512, "longest prompt + answer in tokens; prompts that leave no room are left out"
     )
     answer_length: PositiveInt = flag(
         128, "longest answer in tokens; an answer that has not ended by then gets a reward of 0"
@@ -128,15 +128,15 @@ class Config(Flags):
     prompts: PositiveInt = flag(16, "prompts of one step, over all ranks")
     answers: PositiveInt = flag(8, "answers to each prompt (a group)")
     sample_prompts: PositiveInt = flag(
-        16, "prompts that a rank samples answers to at a time; sets the memory of keys and values"
+        16, "prompts that a rank samples answers to at a time; sets the size of the KV cache"
     )
     inner_steps: PositiveInt = flag(1, "optimizer steps on the answers of one step")
     clip_low: Annotated[float, Field(ge=0, le=1)] = flag(
         0.2,
-        "a token's ratio (its probability now, divided by the one at the start of the step) is "
-        "clipped below 1 minus this; matters from the second inner step on",
+        "a token's ratio (probability now / at the start of the step) is clipped to at least 1 "
+        "minus this; no effect with --inner_steps 1",
     )
-    clip_high: NonNegativeFloat = flag(0.28, "and above 1 plus this")
+    clip_high: NonNegativeFloat = flag(0.28, "the ratio is clipped to at most 1 plus this")
     teacher: str | None = flag(
         None,
         "larger model to learn from, with the same tokenizer: a run directory, or a Hugging Face "
@@ -146,7 +146,7 @@ class Config(Flags):
         None, "add the teacher with this weight to the advantages of the reward"
     )
     reference_weight: NonNegativeFloat = flag(
-        0.0, "weight in the loss of the KL divergence from the --init_from model, kept in shards"
+        0.0, "weight of the KL divergence from the --init_from model, which is kept in shards"
     )
     steps: NonNegativeInt = flag(
         80, "steps of the whole run, each with new answers; 0 prepares the data and exits"
@@ -189,7 +189,7 @@ class Config(Flags):
         if self.teacher_weight and not self.teacher:
             common.refuse("--teacher_weight needs --teacher")
         if self.rewarded and self.answers == 1:
-            common.refuse("--answers 1 has no mean reward to exceed; only a teacher alone can")
+            common.refuse("--answers 1 makes the rewards' advantages 0; use 2 or more")
 
     @property
     def rewarded(self) -> bool:
@@ -230,10 +230,10 @@ def read_prompt(row: dict) -> tuple:
 
 
 def tokenize_prompt(row: dict, tokenizer: common.Tokenizer) -> tuple:
-    """Tokenize a prompt and its reference; returns what `common.tokenize_text` returns.
+    """Tokenize a prompt and its reference; returns the values of `common.tokenize_text`.
 
-    The reference is what is in the loss. What comes before the first answer decides on which
-    side of the split a prompt is, as in fine-tuning.
+    `in_loss` marks the reference. Prompts with the same messages before the first answer go to the
+    same side of the split, as in fine-tuning.
 
     Raises:
         LeftOut: why the conversation is left out.
@@ -284,12 +284,12 @@ WORDS = set(re.findall("[a-z]{3,}", " ".join(topics.values()).lower()))
 def reward(prompt: str, answer: str, reference: str) -> float:
     """Score an answer, 0 or more. Write your own.
 
-    It is not called for an answer that has not ended, which gets 0. So rewards below 0 are refused:
-    the model would learn not to end.
+    An answer that has not ended gets 0 without a call. Rewards below 0 are refused, because the
+    model would learn not to end.
 
-    This one is from 0 to 1, by rules. An answer in the right format gets half a point for naming
-    the function's arguments, and half a point for a docstring of words from Python's manual, five
-    or more.
+    This one is from 0 to 1. An answer in the right format gets up to half a point for naming the
+    function's arguments, and up to half a point for a docstring of words from Python's manual, at
+    least five.
 
     It may run programs, fork, change the working directory, and use any random generator. It may be
     called twice for the same answer. It must leave alone this process's signal handlers, stdout,
@@ -344,7 +344,7 @@ def init_process_group(config: Config) -> torch.device:
     device = set_up_gpu(config)
     # cuDNN attention builds a plan for each new shape, and while sampling each token has one.
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # gloo beside NCCL communicates tensors in CPU memory: pickled Python objects, the numbers of
+    # gloo beside NCCL handles tensors in CPU memory: pickled Python objects, the numbers of
     # `max_over_ranks` and, with --cpu_offload, the norm of the gradients.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     return device
@@ -354,9 +354,9 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     """Shard a model that is on the meta device, and give the shards memory and initial weights.
 
     `fully_shard(module)` makes one unit of the module's parameters: they are gathered and freed
-    together. Parameters that an earlier call on a submodule took stay in that unit. The call turns
-    the parameters into DTensors, gives the module a class with the methods of `FSDPModule`, and
-    adds these hooks:
+    together. Parameters that an earlier call on a submodule has claimed stay in the submodule's
+    unit. The call turns the parameters into DTensors, gives the module a class with the methods of
+    `FSDPModule`, and adds these hooks:
 
     - Before forward, one all-gather makes the unit's parameters full. After forward they are freed.
     - Before backward, another all-gather makes them full again. After backward, one reduce-scatter
@@ -426,10 +426,10 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
 
 @contextlib.contextmanager
 def unsharded_parameters(model: nn.Module, config: Config) -> Iterator[None]:
-    """Sample in here: every rank holds all parameters, and a forward communicates nothing.
+    """Unshard all parameters on every rank, so that sampling needs no communication.
 
-    NOTE: with shards, each token would all-gather each block. And a rank whose answers have all
-    ended would leave the others waiting for its shards.
+    NOTE: with shards, each token would all-gather each block, and a rank whose answers have all
+    ended would leave the other ranks waiting.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
@@ -438,7 +438,7 @@ def unsharded_parameters(model: nn.Module, config: Config) -> Iterator[None]:
     attention = model.config._attn_implementation
     if config.batching == "packed":
         model.set_attn_implementation("sdpa")  # the prompts' padding needs a mask
-    # Sequences grow with every token, but compiled blocks need few lengths.
+    # Run in eager mode: each token makes sequences longer, and new lengths could compile again.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         yield
     model.set_attn_implementation(attention)
@@ -451,13 +451,13 @@ def unsharded_parameters(model: nn.Module, config: Config) -> Iterator[None]:
 def load_frozen(directory: str, run: Run) -> nn.Module:
     """Load a reference or teacher: sharded like the model, but never trained.
 
-    Its shards have the precision to which FSDP casts the model's before each all-gather.
+    Its shards are kept in compute precision, because no optimizer needs them in fp32.
     """
     config = replace(run.config, model=directory)
-    # The model may sample ids that are no tokens, because vocabularies are padded.
+    # Its vocabulary must cover the model's padding ids, too, which may be sampled.
     model = build_policy(build_config(config, run.model_config.vocab_size, None), config)
     if config.precision != "fp32":
-        # NOTE: not model.bfloat16(), which would also round buffers, as the rotary frequencies.
+        # NOTE: not model.bfloat16(), which would round buffers, too, such as rotary frequencies.
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
     model = parallelize(model, config, run.device)
@@ -488,8 +488,8 @@ def train_step(
     """Run --inner_steps optimizer steps on a step's answers; returns what the last one measured.
 
     `model(**micro_batch)` returns the log-probabilities of the micro-batch's target tokens
-    (`forward_with_log_probs`). It uses weights inside the root's forward only. Elsewhere they may
-    be sharded. `policy_loss` makes a summed loss of them.
+    (`forward_with_log_probs`). The root's forward computes them, because only there the head's
+    weight is sure to be full. `policy_loss` sums the loss.
 
     FSDP reduce-scatters the gradients of every micro-batch, overlapped with its backward, so a rank
     accumulates only its shards. With `--reduce_every_micro_batch false` it casts each micro-batch's
@@ -498,8 +498,8 @@ def train_step(
     """
     old_log_probs = []  # of each micro-batch, from the model at the start of the step
     # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch, which all ranks know. A mean of micro-batch means would give tokens of small
-    # micro-batches more weight.
+    # batch, over all ranks. A mean of micro-batch means would give tokens of small micro-batches
+    # more weight.
     # FSDP averages gradients over the ranks, so multiply by their number to get a sum. (AdamW would
     # hide it if they were too small: its updates do not depend on their scale. The norm shows it.)
     scale = dist.get_world_size() / batch.num_targets
@@ -508,8 +508,9 @@ def train_step(
         for i, micro_batch in enumerate(batch.micro_batches):
             last = i == len(batch.micro_batches) - 1
             # The setters reach all units in the model.
-            # NOTE: off by one here with --reduce_every_micro_batch false, and a step gets gradients
-            # of the step before it, without an error.
+            # NOTE: if `last` were one too early with --reduce_every_micro_batch false, the last
+            # full gradients would stay in FSDP, where `zero_grad` does not reach them. The next
+            # step would add them, without an error.
             model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
             # HSDP only: accumulate shards of gradients, and all-reduce them across rows once.
             model.set_requires_all_reduce(last)
@@ -658,26 +659,26 @@ def policy_loss(
 ) -> torch.Tensor:
     """Return sums over the target tokens of a micro-batch, float32 [MEASURED], the loss first.
 
-    Without a teacher, its divergence is left out.
+    Without a teacher, teacher_kl is left out.
 
-    The loss is PPO's (arXiv 1707.06347): the token's ratio, its probability now divided by the one
-    at the start of the step, times the advantage of its answer. Once the ratio has left its bounds
-    in the direction of the advantage, there is nothing more to gain. The upper bound may be wider,
-    because otherwise rare tokens could hardly become more likely (DAPO, arXiv 2503.14476). In the
-    first inner step all ratios are 1, and the bounds do nothing.
+    The loss is PPO's (arXiv 1707.06347): minus the token's ratio, its probability now divided by
+    the probability at the start of the step, times the advantage of its answer. Once the ratio has
+    passed its bound in the direction of the advantage, the gradient is 0. The upper bound may be
+    wider, because otherwise rare tokens could hardly become more likely (DAPO, arXiv 2503.14476).
+    In the first inner step all ratios are 1, and the bounds do nothing.
 
     Args:
         log_probs: float32 [tokens], of the sampled tokens, from the current model.
-        old_log_probs: the same, from the model at the start of the step.
-        sampled_log_probs: the same, as computed while sampling.
+        old_log_probs: as `log_probs`, from the model at the start of the step.
+        sampled_log_probs: as `log_probs`, from sampling.
         advantages: float32 [tokens], of each token's answer.
         reference_log_probs: as `log_probs`, from the model of --init_from.
         teacher_log_probs: as `log_probs`, from --teacher.
     """
     if teacher_log_probs is not None:
-        # An estimate (k1) of each token's KL(model || teacher), the reverse KL. Its negative as the
-        # advantage gives, in expectation over the token, the exact gradient of this KL at a prefix
-        # that the model has sampled and that is held fixed: discount 0 (arXiv 2306.13649, and
+        # An estimate (k1) of each token's KL(model || teacher), the reverse KL. As the advantage,
+        # its negative gives in expectation the exact gradient of this KL at a sampled prefix, with
+        # the prefix held fixed: discount 0 (arXiv 2306.13649, and
         # thinkingmachines.ai/blog/on-policy-distillation). The gradient of the KL between whole
         # answers would add the log ratios of later tokens (arXiv 2306.08543).
         teacher_kl = old_log_probs - teacher_log_probs  # [tokens]
@@ -693,7 +694,7 @@ def policy_loss(
         loss = loss + config.reference_weight * reference_kl
     measured = [
         loss,
-        -old_log_probs,  # its mean over sampled tokens is the entropy
+        -old_log_probs,  # its mean over tokens estimates the entropy
         divergence(old_log_probs, log_probs),
         (gain < ratio * advantages).float(),
         (old_log_probs - sampled_log_probs).abs(),
@@ -705,7 +706,7 @@ def policy_loss(
 
 
 def divergence(log_probs: torch.Tensor, other_log_probs: torch.Tensor) -> torch.Tensor:
-    """Return values whose mean over tokens sampled from a distribution is its KL to the other.
+    """Estimate KL(p || q) per token, from log p and log q of tokens sampled from p.
 
     This is the estimator k3 of Schulman (2020, Approximating KL Divergence). It is never negative,
     and it varies less than a difference of log-probabilities.
@@ -754,9 +755,9 @@ class AnswerBatches(conversations.ConversationBatches):
         return tokens, np.arange(len(tokens)) >= len(answer.prompt)
 
     def collate(self, indices: np.ndarray) -> dict:
-        """Add what the loss needs of all target tokens in order: `loss_arguments`.
+        """Add `loss_arguments` for `policy_loss`, of all target tokens in order.
 
-        These are sampled_log_probs and advantages, float32, see `policy_loss`.
+        These are sampled_log_probs and advantages, float32.
         """
         micro_batch = super().collate(indices)
         log_probs = np.concatenate([self.answers[i].log_probs for i in indices])
@@ -769,9 +770,9 @@ class AnswerBatches(conversations.ConversationBatches):
 
 
 class AnswerLayer(DynamicLayer):
-    """Keys and values of a layer, [sequences, heads, tokens, head size], with room for more tokens.
+    """KV cache of a layer, [sequences, heads, tokens, head size], with room for more tokens.
 
-    A DynamicLayer copies all of them for each token, which is half of the time of sampling.
+    A DynamicLayer copies the whole cache for each token, which is half of the sampling time.
     """
 
     length = 0  # tokens in memory
@@ -804,9 +805,8 @@ def sample(
 ) -> list[tuple]:
     """Sample answers to prompts at temperature 1, each up to a token that ends the turn.
 
-    Token t of answer i is where the cumulative probability exceeds draws[i, t]. So an answer does
-    not depend on what is sampled beside it (except for rounding), as it would with one random
-    generator for all.
+    Token t of answer i is the first whose cumulative probability exceeds draws[i, t]. So an answer
+    does not depend on the other answers of its batch, except for rounding.
 
     Args:
         prompts: the ids of each prompt.
@@ -835,7 +835,7 @@ def sample(
     for t in range(longest):
         positions = (mask.cumsum(1) - 1).clamp(0)[:, -ids.shape[1] :]
         logits = model(input_ids=ids, position_ids=positions, attention_mask=mask, cache=cache)
-        if t == 0:  # a prompt is read once for all answers to it
+        if t == 0:  # prefill each prompt once for its group
             group = num_answers // len(prompts)
             cache.batch_repeat_interleave(group)
             logits = logits.repeat_interleave(group, 0)
@@ -847,7 +847,7 @@ def sample(
         kept = (ended == 0).nonzero()[:, 0]
         if len(kept) == 0:
             break
-        if len(kept) < len(unfinished):  # an answer that has ended costs nothing more
+        if len(kept) < len(unfinished):  # drop ended answers from the batch
             unfinished = unfinished[kept]
             ids = ids[kept]
             mask = mask[kept]
@@ -916,7 +916,7 @@ def answer_prompts(
 ) -> list:
     """Return a group of answers, with rewards, to the prompt of each chosen document.
 
-    Each rank samples and judges its share of them at its own pace. Then all ranks get all.
+    Each rank samples and judges its share of the groups. Then all ranks gather all groups.
     """
     config = run.config
     own = chosen[run.rank :: run.world_size]
@@ -927,14 +927,14 @@ def answer_prompts(
             groups += sample_groups(model, documents, some, num_answers, step, run)
     while True:
         signals = run.stop_signals
-        with torch.no_grad():  # it also restores this setting if `reward` changes it
+        with torch.no_grad():  # also restores grad mode if `reward` changes it
             judged = [[judge(run, answer) for answer in group] for group in groups]
-        torch.set_default_dtype(torch.float32)  # and this one
-        # NOTE: torchrun sends a signal that stops the run to the process group of each rank. So it
-        # also kills programs that `reward` has started. Judge again.
+        torch.set_default_dtype(torch.float32)  # likewise
+        # NOTE: to stop, torchrun signals the Unix process group of each rank. This also kills
+        # programs that `reward` has started. Judge again.
         if run.stop_signals == signals:
             break
-    # Ranks that are late (with a slow reward) are named by the error of this barrier.
+    # If a rank is late (with a slow reward), the error of this barrier names it.
     dist.group.WORLD.monitored_barrier(timedelta(minutes=config.timeout_minutes))
     of_ranks = common.gather(judged)
     size = len(of_ranks)  # rank r has the prompts r, r + size, ...
@@ -968,7 +968,8 @@ def roll_out(model: nn.Module, documents: common.Sequences, step: int, run: Run)
         "sample_seconds": time.perf_counter() - started,
     }
     if config.rewarded:
-        # mixed: the fraction of prompts whose answers differ in reward. Only these have a gradient.
+        # mixed: the fraction of prompts whose answers differ in reward. Other rewards' advantages
+        # are 0.
         measured |= {"reward": rewards.mean(), "mixed": (np.ptp(rewards, 1) > 0).mean()}
     return batch, measured
 
@@ -979,8 +980,8 @@ def roll_out(model: nn.Module, documents: common.Sequences, step: int, run: Run)
 def build_optimizer(model: nn.Module, config: Config) -> AdamW:
     """Build AdamW over this rank's shards; matrices decay, embeddings, norms and biases do not.
 
-    NOTE: call it after `parallelize`, which replaces all parameters. Those that an optimizer got
-    before would have no gradients, so its steps would change nothing.
+    NOTE: call it after `parallelize`, which replaces all parameters. The old parameters never get
+    gradients, so an optimizer over them would change nothing.
     """
     decayed = weight_decay_names(model)
     with_decay, without_decay = [], []
@@ -1019,7 +1020,7 @@ def main() -> partial | None:
     if config.prompts % ranks:
         common.refuse(f"--prompts {config.prompts} is not a multiple of {ranks} ranks")
 
-    # Tokenizing can take longer than a collective may wait, so do it before the ranks meet.
+    # Tokenizing can take longer than the timeout of collectives, so do it before they begin.
     tokenizer, turn_end, known_ids = conversations.chat_tokenizer(config, "known tokens")
     documents = common.load_documents(
         config, conversations.COLUMNS, tokenize_prompt, tokenizer, conversations.CORPORA
@@ -1047,7 +1048,7 @@ def main() -> partial | None:
     model.generation_config = generation
     # Count parameters and FLOPs before the model is sharded.
     default = 5e-4 if model.num_parameters() < 10_000_000 else 1e-6
-    set_learning_rates(config, default, ratio=10)  # a high rate ruins what a large model knows
+    set_learning_rates(config, default, ratio=10)  # a high rate ruins pretrained weights
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
     run.facts["teacher_hash"] = config.teacher and weights_fingerprint(config.teacher)
     # A resumed run samples the same answers, and has the same reference and teacher.
@@ -1083,7 +1084,7 @@ def main() -> partial | None:
         started = time.perf_counter()
         batch, sampled = roll_out(model, training, step, run)
         if not config.teacher and sampled["mixed"] == 0:
-            common.say(f"step {step}: no gradient, all answers to a prompt have the same reward")
+            common.say(f"step {step}: no gradient from rewards, which are equal in each group")
         add_log_probs(frozen, batch.micro_batches, device)
         measured = train_step(model, optimizer, batch, step, config, device)
         if step == 1:

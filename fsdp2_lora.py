@@ -7,23 +7,23 @@ beside one base model.
 
 A linear layer with the frozen weight W computes W x + alpha / rank * B A x. Only the thin matrices
 A and B are trained. B starts at zero, so training starts from the base model. Frozen parameters get
-no gradient. So FSDP2 all-gathers them, but does not reduce-scatter anything for them, and they need
-no optimizer state and no fp32 copy. With --base_precision nf4 the layers that have adapters are
-kept and all-gathered in 4 bits per weight (QLoRA).
+no gradient, so FSDP2 only all-gathers them, and they need no optimizer state and no fp32 copy. With
+--base_precision nf4 the layers that have adapters are kept and all-gathered in 4 bits per weight
+(QLoRA).
 
-FSDP2 turns each parameter into a DTensor, a tensor that is spread over ranks. Its `shape` is the
-shape of the full tensor, but each rank holds only a shard, `to_local()`. FSDP2 shards each
-parameter along dimension 0.
+FSDP2 shards the model: `fully_shard` turns each parameter into a DTensor, a tensor that is spread
+over ranks. Its `shape` is the shape of the full tensor, but each rank holds only a shard,
+`to_local()`. FSDP2 shards each parameter along dimension 0.
 
-Memory per rank at rest is (w n₁ + 2 n₂ + 16 a) / N, with N ranks, n₁ parameters of the base in the
-layers with adapters (w bytes each: 4, 2 in bf16, 0.53 in NF4), n₂ other ones (2 bytes each, 4 in
-fp32) and a of the adapters. Fine-tuning all parameters needs 16 (n₁ + n₂) / N. While a block
-computes, its full parameters come on top.
+Memory per rank at rest is (w n₁ + 2 n₂ + 16 a) / N, with N ranks, n₁ base parameters in adapted
+layers (w bytes each: 4, 2 in bf16, 0.53 in NF4), n₂ other base parameters (2 bytes each, 4 in fp32)
+and a adapter parameters. Full fine-tuning needs 16 (n₁ + n₂) / N. On top come the full parameters
+of one or two blocks and of the root (what is outside the blocks).
 
 Communication volume of a step with k micro-batches: (2k P + 4a)(N-1)/N, with P the bytes of base
-and adapters as they are all-gathered. That is twice per micro-batch, because the gradients of
-activations need the frozen weights too. (The embedding, the last norm and the head are gathered
-once.) Only the gradients of the adapters are reduced, so prefer few large micro-batches.
+and adapters in an all-gather. Each micro-batch gathers them twice, because the gradients of
+activations need the frozen weights, too, so prefer few large micro-batches. (The embedding, the
+last norm and the head are gathered once.) Only the gradients of the adapters are reduced.
 
 NOTE: `mfu` in metrics.jsonl counts FLOPs as if all parameters were trained. A frozen matrix needs
 two thirds of them.
@@ -98,7 +98,7 @@ class Config(Flags):
     )
     base_precision: Literal["auto", "fp32", "bf16", "nf4"] = flag(
         "auto",
-        "how the base is kept. auto: as --precision. nf4: adapted layers in 4 bits, the rest bf16",
+        "format of the base. auto: as --precision. nf4: adapted layers in 4 bits, the rest bf16",
     )
     dataset: str | list[str] = flag(
         "stdlib-docstrings",
@@ -106,7 +106,7 @@ class Config(Flags):
     )
     chat_template: Literal["own", "collection"] = flag(
         "own",
-        "own: that of the tokenizer, or this collection's if it has none. collection: this "
+        "own: the tokenizer's, or this collection's if it has none. collection: this "
         "collection's, also in place of the tokenizer's",
     )
     max_length: PositiveInt = flag(
@@ -140,7 +140,7 @@ class Config(Flags):
     cpu_offload: bool = flag(False, "keep parameters, gradients and optimizer state in CPU memory")
     reduce_every_micro_batch: bool = flag(
         False,
-        "reduce-scatter gradients in every micro-batch, not once per step: less memory, more sent",
+        "reduce-scatter in every micro-batch, not once per step: less memory, more communication",
     )
 
     def __post_init__(self) -> None:
@@ -201,8 +201,8 @@ A, B = ".lora_A.weight", ".lora_B.weight"  # how the names of an adapter's param
 class LoraLinear(nn.Linear):
     """A frozen linear layer plus the product of two thin trained matrices: W x + b + scale B A x.
 
-    W and b keep their names, so the files of the base fit as they are, and the names of A and B are
-    PEFT's but for a prefix.
+    W and b keep their names, so the base's files load as they are. A and B have PEFT's names
+    without its prefix.
     """
 
     def __init__(self, base: nn.Linear, config: Config):
@@ -212,11 +212,11 @@ class LoraLinear(nn.Linear):
         self.lora_A = nn.Linear(base.in_features, config.rank, bias=False)
         self.lora_B = nn.Linear(config.rank, base.out_features, bias=False)
         self.scale = config.alpha / config.rank
-        # Weights that share a scale lie in one row, so that rows can be sharded.
+        # Weights that share a scale must be in one row, because FSDP shards rows.
         self.is_quantized = config.base_precision == "nf4" and base.in_features % BLOCK == 0
 
     def start(self) -> None:
-        """Draw A as PEFT does, and let B be zero. Then the layer computes what the base does.
+        """Draw A as PEFT does and set B to zero, so that the layer starts as the base layer.
 
         In NF4, also replace the weight by its codes.
         """
@@ -235,19 +235,19 @@ class LoraLinear(nn.Linear):
         return outputs + self.lora_B(self.scale * self.lora_A(inputs))  # scale the thin result
 
 
-# Layers whose weight the model multiplies itself, so that an adapter would get no gradient: the
-# time step of Mamba, LongCat's router. PEFT refuses the second layer of Mamba's mixer.
+# The model uses these layers' weights without calling the layers, so adapters would get no
+# gradient: Mamba's dt_proj, LongCat's router. PEFT rejects out_proj of Mamba's mixer.
 UNUSUAL = r"dt_proj|classifier|mixer\.out_proj"
-# In an MoE model, PEFT takes these names for parts of the stacked experts. It would not load the
+# In an MoE model, PEFT treats layers with these names as stacked experts. It would not load the
 # adapters of dense layers and shared experts.
 EXPERTS = "gate|gate_proj|up_proj|down_proj|w1|w2|w3"
 
 
 def add_adapters(model: nn.Module, config: Config) -> None:
-    """Give the linear layers of the blocks adapters, and freeze all else. Says what it adapts.
+    """Add adapters to the blocks' linear layers and freeze the rest. Says what it adapts.
 
-    What is no nn.Linear stays as it is: stacked experts of MoE models, Conv1D of GPT-2. So does a
-    subclass, whose forward may do more, what `freeze_unused` froze, and what is named above.
+    Only plain nn.Linear layers are adapted, not stacked experts of MoE models or GPT-2's Conv1D. It
+    skips subclasses (their forward may do more), layers of `freeze_unused`, and the names above.
     """
     blocks = transformer_blocks(model)
     left_out = UNUSUAL
@@ -269,7 +269,7 @@ def add_adapters(model: nn.Module, config: Config) -> None:
         )
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-        # NOTE: not model.bfloat16(), which would also round buffers, as the rotary frequencies.
+        # NOTE: not model.bfloat16(), which would round buffers, too, such as rotary frequencies.
         if config.base_precision != "fp32":
             parameter.data = parameter.data.bfloat16()
     adapted = Counter()
@@ -343,7 +343,7 @@ def quantize(weight: torch.Tensor) -> torch.Tensor:
     blocks = weight.float().unflatten(1, (-1, BLOCK))
     scales = blocks.abs().amax(2, keepdim=True).clamp(min=1e-30).bfloat16()
     values = nf4_values(weight.device)
-    # The nearest value: count the midpoints between values that are smaller.
+    # The code of the nearest value: the number of midpoints below a weight.
     codes = torch.bucketize(blocks / scales, (values[1:] + values[:-1]) / 2).to(torch.uint8)
     pairs = codes[..., ::2] << 4 | codes[..., 1::2]
     return torch.cat([pairs, scales.view(torch.uint8)], dim=2).flatten(1)
@@ -380,7 +380,7 @@ def init_process_group(config: Config) -> torch.device:
         dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
     device = set_up_gpu(config)
-    # gloo beside NCCL communicates tensors in CPU memory: pickled Python objects, the numbers of
+    # gloo beside NCCL handles tensors in CPU memory: pickled Python objects, the numbers of
     # `max_over_ranks` and, with --cpu_offload, the norm of the gradients.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     return device
@@ -390,9 +390,9 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     """Shard a model that is on the meta device, and give the shards memory and initial weights.
 
     `fully_shard(module)` makes one unit of the module's parameters: they are gathered and freed
-    together. Parameters that an earlier call on a submodule took stay in that unit. The call turns
-    the parameters into DTensors, gives the module a class with the methods of `FSDPModule`, and
-    adds these hooks:
+    together. Parameters that an earlier call on a submodule has claimed stay in the submodule's
+    unit. The call turns the parameters into DTensors, gives the module a class with the methods of
+    `FSDPModule`, and adds these hooks:
 
     - Before forward, one all-gather makes the unit's parameters full. After forward they are freed.
     - Before backward, another all-gather makes them full again. After backward, one reduce-scatter
@@ -403,8 +403,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     In backward, the hook before a block's backward also starts the all-gather of the preceding
     block, whose backward comes next.
 
-    Frozen and trained parameters of a block form one unit. They may have different dtypes, as long
-    as all trained ones have the same. Only the gradients of the trained ones are reduce-scattered.
+    Frozen and trained parameters of a block form one unit. Their dtypes may differ, but all trained
+    parameters need the same dtype. Only trained parameters have gradients to reduce-scatter.
     """
     blocks = transformer_blocks(model)
     # Recomputation wraps a block's forward, and FSDP's hooks run around it. So a forward that is
@@ -426,11 +426,11 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
             (config.dp_replicate, ranks // config.dp_replicate),
             mesh_dim_names=("replicate", "shard"),
         )
-    # All parameters are cast to one dtype before they are gathered, so blocks compute in it,
-    # however the base is kept. (FSDP casts no integers, so NF4 codes stay as they are.) The shards
-    # of the adapters and the optimizer state stay fp32, and gradients are reduced in fp32. What the
-    # model itself computes in fp32, such as some rotary embeddings, stays fp32, because a block's
-    # inputs are not cast.
+    # Parameters are cast to one dtype before they are gathered, so blocks compute in it, whatever
+    # the base's dtype. (FSDP casts no integers, so NF4 codes stay as they are.) The shards of the
+    # adapters and the optimizer state stay fp32, and gradients are reduced in fp32. FSDP would also
+    # cast the inputs of each unit. Leave them, because some are fp32 for a reason, such as rotary
+    # embeddings.
     options = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
@@ -472,9 +472,9 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
 
 @torch.no_grad()
 def load_weights(model: nn.Module, directory: str) -> None:
-    """Load the base from --init_from. For NF4, a rank quantizes the rows that it reads.
+    """Load the base from --init_from. For NF4, each rank reads and quantizes only its own rows.
 
-    So no rank holds a full matrix that is not quantized, and quantizing needs no collective.
+    So loading needs no full unquantized matrix, and quantizing no collective.
     """
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     quantized = {
@@ -517,8 +517,8 @@ def train_step(
     them in every micro-batch, so a rank accumulates only its shards.
     """
     # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch, which all ranks know. A mean of micro-batch means would give tokens of small
-    # micro-batches more weight.
+    # batch, over all ranks. A mean of micro-batch means would give tokens of small micro-batches
+    # more weight.
     # FSDP averages gradients over the ranks, so multiply by their number to get a sum. (AdamW would
     # hide it if they were too small: its updates do not depend on their scale. The norm shows it.)
     scale = dist.get_world_size() / batch.num_targets
@@ -526,9 +526,9 @@ def train_step(
     for i, micro_batch in enumerate(batch.micro_batches):
         last = i == len(batch.micro_batches) - 1
         # The setters reach all units in the model.
-        # NOTE: off by one here with --reduce_every_micro_batch false, and the last full gradients
-        # stay in FSDP, where `zero_grad` does not reach them. The next step adds them, without an
-        # error.
+        # NOTE: if `last` were one too early with --reduce_every_micro_batch false, the last full
+        # gradients would stay in FSDP, where `zero_grad` does not reach them. The next step would
+        # add them, without an error.
         model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
         # HSDP only: accumulate shards of gradients, and all-reduce them across rows once.
         model.set_requires_all_reduce(last)
@@ -584,8 +584,8 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
 def build_optimizer(model: nn.Module, config: Config) -> AdamW:
     """Build AdamW over this rank's shards; matrices decay, embeddings, norms and biases do not.
 
-    NOTE: call it after `parallelize`, which replaces all parameters. Those that an optimizer got
-    before would have no gradients, so its steps would change nothing.
+    NOTE: call it after `parallelize`, which replaces all parameters. The old parameters never get
+    gradients, so an optimizer over them would change nothing.
     """
     decayed = weight_decay_names(model)
     with_decay, without_decay = [], []
@@ -630,8 +630,8 @@ def write_adapter(run: Run, adapters: dict) -> None:
             ),
             "r": run.config.rank,
             "lora_alpha": run.config.alpha,
-            # All names, so that PEFT adapts exactly these layers. By their kind (q_proj), or by
-            # "all-linear", it could find others.
+            # Full names, so that PEFT adapts exactly these layers. Short names (q_proj), or
+            # "all-linear", could match others.
             "target_modules": [name[: -len(A)] for name in adapters if name.endswith(A)],
         }
         common.write_json(temporary / "adapter_config.json", description)
@@ -642,10 +642,9 @@ def write_adapter(run: Run, adapters: dict) -> None:
 
 
 def read_merged(config: Config, adapters: dict, checkpoint: Path, state_dict: dict) -> None:
-    """Fill the tensors of hf/ from the base, and add the adapters to them.
+    """Fill the tensors of hf/ from the base, and merge the adapters into them.
 
-    `common.export` calls this for one file of weights after the other, in place of
-    `common.read_checkpoint`.
+    `common.export` calls this once for each file of weights, in place of `common.read_checkpoint`.
     """
     tensors = state_dict["model"]
     dcp.load(tensors, storage_reader=dcp.HuggingFaceStorageReader(config.init_from))
@@ -653,8 +652,8 @@ def read_merged(config: Config, adapters: dict, checkpoint: Path, state_dict: di
         layer = name.removesuffix(".weight")
         if layer + A in adapters:
             merged = weight.float()
-            # NOTE: the adapters were trained on the dequantized weights, and also correct what
-            # quantization does to these. Added to the original weights, they would be worse.
+            # NOTE: merge into the dequantized weights. The adapters were trained on these, and also
+            # correct their quantization error, which the original weights lack.
             if config.base_precision == "nf4" and weight.shape[1] % BLOCK == 0:
                 merged = dequantize(quantize(merged), nf4_values(weight.device))
             product = adapters[layer + B] @ adapters[layer + A]
@@ -671,11 +670,11 @@ def main() -> partial | None:
         common.refuse(f"--dp_replicate {config.dp_replicate} does not divide {ranks} ranks")
     accumulation = micro_batches_per_rank(config, ranks)
     if config.init_from is None:
-        common.refuse("--init_from is missing: adapters change a pretrained model")
+        common.refuse("--init_from is missing: name the pretrained model to adapt")
     if Path(config.init_from, "adapter_config.json").exists():
-        common.refuse(f"--init_from {config.init_from} holds adapters; give their base")
+        common.refuse(f"--init_from {config.init_from} holds adapters; use their base")
 
-    # Tokenizing can take longer than a collective may wait, so do it before the ranks meet.
+    # Tokenizing can take longer than the timeout of collectives, so do it before they begin.
     tokenizer, turn_end, known_ids = conversations.chat_tokenizer(config, "text")
     documents = common.load_documents(
         config,
@@ -703,7 +702,7 @@ def main() -> partial | None:
     model.generation_config = generation
     # Count parameters and FLOPs before the model is sharded.
     default = 1e-2 if model.num_parameters() < 10_000_000 else 2e-4
-    set_learning_rates(config, default, ratio=10)  # a high rate ruins what a large model knows
+    set_learning_rates(config, default, ratio=10)  # a high rate ruins pretrained weights
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
     plan = [*common.PLAN, "base_precision", "rank", "alpha", "target"]
     # Find out before the model takes memory and time whether this run may start.
@@ -724,7 +723,7 @@ def main() -> partial | None:
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]
-    # The ranks take turns to get the micro-batches of a global batch.
+    # Data-parallel ranks get the micro-batches of a global batch in turn.
     batches = training.stream(tokens, accumulation, rank, ranks)
     if run.unvalidated:  # a signal has stopped the validation of this step
         loss = evaluate(model, validation, run)
@@ -739,8 +738,8 @@ def main() -> partial | None:
         if step == 1:
             refuse_untrained(model, optimizer)  # a collective
         tokens += batch.num_targets
-        # A signal only raises `stop_signals`, so that the step ends first. All ranks learn whether
-        # any of them got one, and the longest wait for data.
+        # A signal only raises `stop_signals`, so that the step ends first. `max_over_ranks` returns
+        # whether any rank got one, and the longest wait for data.
         data_seconds, run.stopping = max_over_ranks(data_seconds, run.stop_signals)
         run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:
@@ -752,7 +751,7 @@ def main() -> partial | None:
             # of ranks can load it.
             checkpoints.save(adapters, optimizer, run.position(step, tokens))
     checkpoints.wait()
-    # One all-gather for each adapter. They are files of the run, and merged into hf/.
+    # One all-gather per adapter matrix. They go to adapter/ and, merged, to hf/.
     trained = {name: p.full_tensor().detach().cpu() for name, p in adapters.named_parameters()}
     finished = step >= config.steps and not run.unvalidated
     if rank == 0 and finished and config.checkpoint_every:

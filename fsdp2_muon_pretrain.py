@@ -5,35 +5,34 @@
 When to use it: to reach the same loss in fewer steps than with AdamW, and with less optimizer
 state.
 
-AdamW updates every number on its own, so each rank can update its shards alone. Muon updates a
-matrix in the direction of its momentum, the moving average of its gradients, but first sets all
-singular values of that to about 1. So rare directions move as far as frequent ones. This needs the
-full matrix, but `fully_shard` of FSDP2 leaves each rank only some of its rows.
+AdamW updates each number on its own, so each rank can update its shards alone. Muon sets all
+singular values of a matrix's momentum, the moving average of its gradients, to about 1, and updates
+the matrix in this direction. So rare directions move as far as frequent ones. This needs the full
+matrix, but `fully_shard` of FSDP2 leaves each rank only some of its rows.
 
 The ranks therefore process several matrices of one shape at a time. An all-to-all gives each rank
-an equal part of them in full. The rank orthogonalizes these, and a second all-to-all returns their
-rows. AdamW still updates embeddings, head, norms and biases.
+an equal share of full matrices to orthogonalize. A second all-to-all returns the updates' rows.
+AdamW still updates embeddings, head, norms and biases.
 
 A DTensor is a tensor that is spread over ranks. Its `shape` is the shape of the full tensor, but
 each rank holds only a shard, `to_local()`. FSDP2 shards each parameter along dimension 0.
 
 Memory per rank, with N ranks: 1/N of the fp32 parameters, gradients and moments. That is 12/N bytes
 per parameter of the matrices of the blocks, because Muon keeps one moment, and 16/N bytes per
-parameter of the rest. While a block computes, also its full parameters, and in backward its full
-gradients.
+parameter of the rest. On top come the full parameters of one or two blocks and of the root (what is
+outside the blocks), in backward also their full gradients.
 
-Communication volume per step, with P the bytes of the parameters in compute precision and G the
-bytes of the fp32 gradients: each block's parameters are all-gathered for its forward and again for
-its backward, 2P(N-1)/N in all, and its gradients are reduce-scattered, G(N-1)/N. (The embedding,
-the last norm and the head are gathered once per micro-batch.) Most of it overlaps with compute.
-With gradient accumulation, each micro-batch communicates as much as this again.
+Communication volume per micro-batch, with P the bytes of the parameters in compute precision and G
+the bytes of the fp32 gradients: each block's parameters are all-gathered for its forward and again
+for its backward, 2P(N-1)/N in all, and its gradients are reduce-scattered, G(N-1)/N. (The
+embedding, the last norm and the head are gathered once.) Most of this overlaps with compute.
 
-With M the bytes of the matrices of the blocks in compute precision, Muon's all-to-alls send
-2M(N-1)/N² once per step, and overlap with nothing. If every rank gathered every matrix it would be
-M(N-1)/N instead, and all ranks would compute the same.
+With M the bytes of the blocks' matrices in compute precision (not of stacked experts), Muon's
+all-to-alls send 2M(N-1)/N² per step, and overlap with nothing. All-gathering all matrices on every
+rank would send M(N-1)/N, and every rank would repeat the work.
 
 Compute per step: 5(4r²c + 2r³) FLOPs on one rank for a matrix of r x c, where r is the smaller
-size. Forward and backward take 6rc per token, so Muon adds at most 5r / (tokens of a step).
+size. Forward and backward take 6rc per token, so Muon's share is at most 5r / (tokens of a step).
 
 Muon is from Keller Jordan, https://kellerjordan.github.io/posts/muon. Its scale and its weight
 decay are from arXiv 2502.16982.
@@ -120,7 +119,7 @@ def init_process_group(config: Config) -> torch.device:
         dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
     device = set_up_gpu(config)
-    # gloo beside NCCL communicates tensors in CPU memory: pickled Python objects, the numbers of
+    # gloo beside NCCL handles tensors in CPU memory: pickled Python objects, the numbers of
     # `max_over_ranks` and, with --cpu_offload, the norm of the gradients.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     return device
@@ -130,9 +129,9 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     """Shard a model that is on the meta device, and give the shards memory and initial weights.
 
     `fully_shard(module)` makes one unit of the module's parameters: they are gathered and freed
-    together. Parameters that an earlier call on a submodule took stay in that unit. The call turns
-    the parameters into DTensors, gives the module a class with the methods of `FSDPModule`, and
-    adds these hooks:
+    together. Parameters that an earlier call on a submodule has claimed stay in the submodule's
+    unit. The call turns the parameters into DTensors, gives the module a class with the methods of
+    `FSDPModule`, and adds these hooks:
 
     - Before forward, one all-gather makes the unit's parameters full. After forward they are freed.
     - Before backward, another all-gather makes them full again. After backward, one reduce-scatter
@@ -207,17 +206,17 @@ BATCH_NUMBERS = 2**25
 class Muon(AdamW):
     """Muon for the parameters in `layouts`, AdamW for the others.
 
-    Muon's momentum has the name of AdamW's first moment, because it is the same moving average. So
+    Muon's momentum has the name of AdamW's first moment, because both average the gradients. So
     this script can resume a checkpoint of any other pretraining script. The others cannot resume
-    its own, which lack AdamW's second moments.
+    its checkpoints, which lack AdamW's second moments.
 
     NOTE: torch.optim.Muon accepts DTensors and updates them correctly. But each of its matmuls
     communicates, in all up to 15 times the bytes of the matrix.
 
     Args:
         groups: parameter groups, as for AdamW.
-        layouts: of parameters in any group, [rows, columns] or [experts, rows, columns], that
-            `fully_shard` has sharded: which matrices each holds (`fused_outputs` in model.py).
+        layouts: parameters of the groups, sharded [rows, columns] or [experts, rows, columns],
+            and which matrices each parameter holds (`fused_outputs` in model.py).
         momentum: decay of the moving average.
         dtype: of the orthogonalization and of its all-to-alls.
     """
@@ -232,7 +231,7 @@ class Muon(AdamW):
     ):
         super().__init__(groups, **options)
         if not layouts.keys() <= {p for group in self.param_groups for p in group["params"]}:
-            # They are from before `parallelize`, for example. AdamW would update all matrices.
+            # `layouts` is from before `parallelize`, for example. AdamW would update all matrices.
             raise ValueError("some of Muon's matrices are in no parameter group")
         self.layouts = layouts
         self.momentum = momentum
@@ -245,19 +244,19 @@ class Muon(AdamW):
             trained = [p for p in group["params"] if p in self.layouts and p.grad is not None]
             for matrices in self.batches(trained):
                 self.update(matrices, group["lr"], group["weight_decay"])
-        super().step()  # AdamW, for all that still have a gradient
+        super().step()  # AdamW, for all other parameters
 
     def batches(self, parameters: list[nn.Parameter]) -> Iterator:
         """Group parameters of one shape and layout, which the ranks process at the same time.
 
-        Small matrices are batched, because a GPU multiplies one in less time than a launch takes.
+        Small matrices are batched, because a kernel launch takes longer than one small matmul.
         """
         alike = {}
         for parameter in parameters:
             alike.setdefault((parameter.shape, self.layouts[parameter]), []).append(parameter)
         for matrices in alike.values():
             size = max(1, BATCH_NUMBERS // matrices[0].numel())
-            if matrices[0].ndim == 2:  # each rank gets so many; of a stack it has a part already
+            if matrices[0].ndim == 2:  # `size` per rank; experts are sharded already
                 size *= matrices[0].device_mesh.size(-1)
             yield from (matrices[i : i + size] for i in range(0, len(matrices), size))
 
@@ -270,7 +269,7 @@ class Muon(AdamW):
                 self.state[matrix] = {"step": torch.zeros(()), "exp_avg": torch.zeros_like(matrix)}
         momenta = [self.state[matrix]["exp_avg"].to_local() for matrix in matrices]
         torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
-        # Nesterov: look one step ahead, as if the next gradient were the same.
+        # Nesterov: look one step ahead, as if the next gradient equaled this one.
         directions = torch._foreach_lerp(gradients, momenta, self.momentum)
         # The shards may be offloaded, so move them to the device: [parameters, own rows, columns]
         stack = torch.stack(directions).to(matrices[0].device_mesh.device_type, self.dtype)
@@ -291,23 +290,23 @@ def orthogonalize(
     Args:
         stack: this rank's shards, [parameters, its rows, columns] or [parameters, its experts,
             rows, columns]. It may be overwritten.
-        matrix: one of the parameters, which has the full shape and the mesh of the ranks.
+        matrix: one of the parameters, for its full shape and its device mesh.
         layout: which matrices each parameter holds.
 
     Returns:
         This rank's shards of the updates.
     """
-    if matrix.ndim == 3:  # FSDP2 shards experts, so each rank has some of them in full
+    if matrix.ndim == 3:  # FSDP2 shards the stack, so each rank has full matrices
         return orthogonal_updates(stack.flatten(0, 1), *layout).view_as(stack)
 
-    group = matrix.device_mesh.get_group(-1)  # with HSDP, a row's ranks; each row does the same
+    group = matrix.device_mesh.get_group(-1)  # with HSDP, one row; all rows repeat the work
     rank = group.rank()
     ranks = group.size()
     rows, columns = matrix.shape
-    rows_of = shares(rows, ranks)  # as FSDP2 shards them
-    matrices_of = shares(len(stack), ranks)  # that a rank orthogonalizes
+    rows_of = shares(rows, ranks)  # of each rank, as FSDP2 shards them
+    matrices_of = shares(len(stack), ranks)  # of each rank
 
-    # Send my rows of every matrix to its rank. The numbers to send and to receive, by rank:
+    # Send this rank's rows of each matrix to the rank that gets the matrix. Sizes by rank:
     sent = [count * rows_of[rank] * columns for count in matrices_of]
     received = [matrices_of[rank] * count * columns for count in rows_of]
     flat = stack.view(-1)
@@ -336,18 +335,18 @@ def orthogonal_updates(
     groups: int,
     sizes: tuple,
 ) -> torch.Tensor:
-    """Orthogonalize and scale every matrix in parameters, such as q, k and v that share one.
+    """Orthogonalize and scale every matrix of (fused) parameters, such as q, k and v in one.
 
     Args:
         full: [parameters, rows, columns].
-        dim: of the outputs, which are in `groups` groups. Each has `sizes` outputs of the matrices.
+        dim: dimension of the outputs: `groups` groups, each with sizes[i] outputs of matrix i.
     """
     updates = []
     for part in full.unflatten(dim, (groups, -1)).split(sizes, dim):
         update = newton_schulz(part.flatten(dim - 1, dim))
-        # Orthogonal rows or columns have entries with a root mean square of
-        # 1 / sqrt(max(rows, columns)). Scale them to 0.2, which is about that of AdamW's updates,
-        # so that both can use the same learning rate.
+        # Orthonormal rows or columns have entries with a root mean square of 1 / sqrt(max(rows,
+        # columns)). Scale it to 0.2, about the value of AdamW's updates, so that both can use the
+        # same learning rate.
         scale = 0.2 * math.sqrt(max(update.shape[1:]))
         updates.append(scale * update.unflatten(dim, (groups, -1)))
     return torch.cat(updates, dim).flatten(dim - 1, dim)
@@ -395,8 +394,8 @@ def train_step(
     That saves communication but needs memory for a full set of gradients.
     """
     # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch, which all ranks know. A mean of micro-batch means would give tokens of small
-    # micro-batches more weight.
+    # batch, over all ranks. A mean of micro-batch means would give tokens of small micro-batches
+    # more weight.
     # FSDP averages gradients over the ranks, so multiply by their number to get a sum. (AdamW would
     # hide it if they were too small: its updates do not depend on their scale. The norm shows it.)
     scale = dist.get_world_size() / batch.num_targets
@@ -404,9 +403,9 @@ def train_step(
     for i, micro_batch in enumerate(batch.micro_batches):
         last = i == len(batch.micro_batches) - 1
         # The setters reach all units in the model.
-        # NOTE: off by one here with --reduce_every_micro_batch false, and the last full gradients
-        # stay in FSDP, where `zero_grad` does not reach them. The next step adds them, without an
-        # error.
+        # NOTE: if `last` were one too early with --reduce_every_micro_batch false, the last full
+        # gradients would stay in FSDP, where `zero_grad` does not reach them. The next step would
+        # add them, without an error.
         model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
         # HSDP only: accumulate shards of gradients, and all-reduce them across rows once.
         model.set_requires_all_reduce(last)
@@ -460,10 +459,9 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
 
 
 def muon_layouts(model: nn.Module) -> dict[nn.Parameter, tuple]:
-    """Return the parameters that Muon updates, the matrices of the blocks, and what each holds.
+    """Return the parameters that Muon updates, the matrices of the blocks, with their layouts.
 
-    These decay. The kernels of convolutions, [channels, channels of a group, width], are no
-    matrices.
+    They decay. Convolution kernels, [channels, channels of a group, width], are not matrices.
     """
     decayed, in_blocks = weight_decay_names(model), set(transformer_blocks(model).parameters())
     return {
@@ -478,8 +476,8 @@ def muon_layouts(model: nn.Module) -> dict[nn.Parameter, tuple]:
 def build_optimizer(model: nn.Module, config: Config) -> Muon:
     """Build Muon over this rank's shards; matrices decay, embeddings, norms and biases do not.
 
-    NOTE: call it after `parallelize`, which replaces all parameters. Those that an optimizer got
-    before would have no gradients, so its steps would change nothing.
+    NOTE: call it after `parallelize`, which replaces all parameters. The old parameters never get
+    gradients, so an optimizer over them would change nothing.
     """
     decayed = weight_decay_names(model)
     with_decay, without_decay = [], []
@@ -508,7 +506,7 @@ def default_learning_rate(config: Config, num_parameters: int) -> float:
 
 
 def set_momentum(config: Config, model: nn.Module) -> None:
-    """Fill in the momentum where no flag sets it.
+    """Set the momentum if --momentum does not.
 
     Small models learn faster with a moving average of about 3 steps than of 20 (docs/muon.md).
     """
@@ -541,7 +539,7 @@ def main() -> partial | None:
         common.refuse(f"--dp_replicate {config.dp_replicate} does not divide {ranks} ranks")
     accumulation = micro_batches_per_rank(config, ranks)
 
-    # Tokenizing can take longer than a collective may wait, so do it before the ranks meet.
+    # Tokenizing can take longer than the timeout of collectives, so do it before they begin.
     tokenizer = common.load_tokenizer(config.tokenizer)
     documents = common.load_documents(config, [config.text_column], common.tokenize_text, tokenizer)
     training, validation = (
@@ -577,7 +575,7 @@ def main() -> partial | None:
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]
-    # The ranks take turns to get the micro-batches of a global batch.
+    # Data-parallel ranks get the micro-batches of a global batch in turn.
     batches = training.stream(tokens, accumulation, rank, ranks)
     if run.unvalidated:  # a signal has stopped the validation of this step
         loss = evaluate(model, validation, run)
@@ -592,8 +590,8 @@ def main() -> partial | None:
         if step == 1:
             refuse_untrained(model, optimizer)  # a collective
         tokens += batch.num_targets
-        # A signal only raises `stop_signals`, so that the step ends first. All ranks learn whether
-        # any of them got one, and the longest wait for data.
+        # A signal only raises `stop_signals`, so that the step ends first. `max_over_ranks` returns
+        # whether any rank got one, and the longest wait for data.
         data_seconds, run.stopping = max_over_ranks(data_seconds, run.stop_signals)
         run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:

@@ -1,4 +1,4 @@
-"""Causal-LM pretraining with all dimensions of parallelism on one mesh: DP, FSDP2, TP, CP and PP.
+"""Causal-LM pretraining with several dimensions of parallelism on one mesh: FSDP2, TP, CP and PP.
 
     torchrun --standalone --nproc-per-node=4 fsdp2_nd_pretrain.py --tensor_parallel 2
 
@@ -7,14 +7,14 @@ the heads, PP by the micro-batches of a step, and data parallelism by the global
 
     world size = pipeline_parallel x dp_replicate x shards x context_parallel x tensor_parallel
 
-Every dimension may be 1. What the flags leave of the world size are the shards. Neighboring ranks
-differ in the last dimension, and sit in the same node. So the dimensions are in the order of what
-they communicate, and whether that overlaps with compute:
+Every dimension may be 1. `shards` is the world size divided by the other dimensions. Neighboring
+ranks differ in the last dimension, and sit in the same node. So the last dimension is the one with
+the most exposed communication:
 - tensor: collectives inside each block, exposed. Keep the TP group inside a node.
 - context: all-to-alls around each attention, exposed. Inside a node too, if there is room.
 - shard: an all-gather of a stage's parameters per step, which overlaps, and a reduce-scatter.
 - replicate: one all-reduce of a shard's gradients per step.
-- stage: hidden states between neighbors, the least of all. Across nodes.
+- stage: hidden states and their gradients between neighbors. Across nodes.
 
 A DTensor is a tensor that is spread over ranks. Its `shape` is the shape of the full tensor, but
 each rank holds only a part, `to_local()`. Its placements say which part: with `Shard(1)` a slice of
@@ -23,8 +23,8 @@ states too.
 
 Memory per rank, with N ranks in all, in TP, CP and PP groups of T, C and S, and R replicas: R/N of
 the fp32 parameters, gradients and AdamW moments, 16R/N bytes per parameter. During a step also
-1/(TS) of the parameters and gradients in full, and the activations of up to S micro-batches, of
-which each rank has 1/(TC) between layers.
+1/(TS) of the full parameters and of the full gradients, and the activations of up to S
+micro-batches, between layers 1/(TC) of each.
 
 Communication volume per micro-batch and block, with A, Q and K the bytes of its hidden states,
 queries and keys: 8A(T-1)/(TC) for TP, and 4(Q+K)(C-1)/(C²T) for CP. Between stages A/(TC) each way.
@@ -32,8 +32,9 @@ Per step, with P the bytes of the parameters in compute precision and G the byte
 gradients, about (P+G)/(TS).
 
 A recipe: choose TP up to the size of a node until a block fits, then PP until a stage fits, CP for
-long sequences, and shards for the rest. This is how Llama 3 was trained (arXiv 2407.21783, section
-3.3.2, with CP by all-gathers). See also Megatron-LM (arXiv 2104.04473).
+long sequences, and shards for the rest. Llama 3 was trained like this, with data parallelism
+outermost and CP by all-gathers (arXiv 2407.21783, section 3.3.2). See also Megatron-LM (arXiv
+2104.04473).
 """
 
 import math
@@ -129,16 +130,16 @@ DIMENSIONS = {
 # Column-wise shards the outputs of a linear layer, dimension 0 of its weight [outputs, inputs]: a
 # rank computes some of the attention heads, or a part of the feed-forward's width. Row-wise shards
 # the inputs, dimension 1. A row-wise layer after a column-wise one needs no communication in
-# between, because each rank already has the inputs for its weights. But each rank then has only one
-# summand of every output. A reduce-scatter adds them up and leaves each rank its part of the
+# between, because each rank already has the inputs for its weights. But each rank then has only a
+# partial sum of every output. A reduce-scatter adds these and leaves each rank its part of the
 # sequences.
 #
 # Norms are not sharded. The plan makes their weights replicated DTensors. Each rank sees only some
-# of the tokens, so DTensor all-reduces the gradients of these weights over the TP group.
+# of the tokens, so FSDP all-reduces the gradients of these weights over the TP group before it
+# reduce-scatters them.
 #
-# NOTE: use_local_output=False keeps the hidden states DTensors, which know the full length. With
-# plain tensors, the decoder would take the length of this rank's part for the full length, and
-# position ids of bucketed batches would not fit.
+# NOTE: use_local_output=False keeps hidden states DTensors of the full length, as `Stage.forward`
+# expects.
 BLOCK_PLAN = {
     "input_layernorm": tp.SequenceParallel(),
     "self_attn": tp.PrepareModuleInput(  # an all-gather
@@ -162,9 +163,9 @@ BLOCK_PLAN = {
     ),
 }
 
-# Embedding and head are sharded by vocabulary, dimension 0 of their weights. (Of an embedding that
-# is row-wise: its inputs are token ids.) Each rank looks up the tokens of its own shard and gets
-# zeros for others. The reduce-scatter adds up what the ranks looked up.
+# Embedding and head are sharded by vocabulary, dimension 0 of their weights. (For an embedding this
+# is called row-wise, because its inputs are token ids.) Each rank looks up the tokens of its own
+# shard and gets zeros for others. The reduce-scatter adds up the results.
 ROOT_PLAN = {
     "model.embed_tokens": tp.RowwiseParallel(  # a reduce-scatter
         input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
@@ -173,8 +174,8 @@ ROOT_PLAN = {
     "lm_head": tp.ColwiseParallel(),
 }
 
-# Every stage runs the decoder's own forward, so all of them would repeat what it does before the
-# first block: positions (a module besides these four), a factor, or dropout.
+# Every stage runs the decoder's own forward, so each would repeat its work before the first block:
+# position embeddings (a fifth module), scaling, or dropout.
 DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 REPEATED = {"embedding_multiplier": 1, "mup_enabled": False, "embedding_dropout": 0}
 
@@ -217,7 +218,7 @@ def check_model(model: nn.Module, config: Config) -> None:
     known = shape.model_type in PACKED_TYPES.split() and shape.base_model_tp_plan
     has_layers = layers == BLOCK_PLAN.keys() - {"self_attn", "mlp"}
     if not known or not has_layers or parts.keys() != DECODER_PARTS:
-        common.refuse(f"--model {config.model}: this script needs the layers of Llama's")
+        common.refuse(f"--model {config.model}: this script needs Llama's layers")
     for setting, neutral in REPEATED.items():
         if getattr(shape, setting, neutral) != neutral:
             common.refuse(f"--model {config.model}: each stage would repeat its {setting}")
@@ -240,10 +241,10 @@ def check_model(model: nn.Module, config: Config) -> None:
 
 
 def build_mesh(config: Config, device: torch.device) -> tuple[DeviceMesh, DeviceMesh]:
-    """Arrange all ranks in the dimensions of DIMENSIONS, and print which ranks form the groups.
+    """Arrange all ranks in a mesh with DIMENSIONS, and print which ranks form the first groups.
 
     Also returns the mesh of FSDP, which shards parameters over all ranks with the same part of the
-    layers, whichever tokens of whichever sequences they have.
+    layers, whichever tokens they have.
     """
     _, dp_size = dp_rank_and_size(config)
     sizes = (
@@ -275,19 +276,20 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     - CP: `ulysses_attention` replaces the attention.
     - FSDP: `fully_shard(module)` makes one unit of the module's parameters that no earlier call on
       a submodule has claimed, and shards this rank's part of them over `sharding`. Its hooks
-      all-gather a unit when the first micro-batch of a step reaches it, and reduce-scatter its
-      gradients after the stage's last backward. In between, parameters and gradients stay full.
+      all-gather a unit when the first micro-batch of a step reaches it. After the stage's last
+      backward, `PipelineStage` starts the reduce-scatters. Until then, parameters and gradients
+      stay full.
     - PP: a `PipelineStage` runs the forward and backward of the stage's module, and sends and
       receives hidden states and their gradients.
 
-    The model keeps the modules of this rank under its own names, for the checkpoint, and gets two
+    The model keeps this rank's modules under their original names, for the checkpoint, and gets two
     attributes. `model.stage` is the `PipelineStage`. `model.embedding_group` is the process group
     of the first and the last rank of a pipeline, if they share the embedding.
     """
     check_model(model, config)
     blocks = transformer_blocks(model)
     # Recomputation wraps a block's forward. TP's hooks are on the layers inside, and FSDP's hooks
-    # run around. So a forward that is recomputed repeats TP's collectives, and not FSDP's.
+    # run around it. So `full` repeats TP's collectives, but not FSDP's.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
@@ -333,7 +335,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         # One block at a time, so that a rank never holds more than one full block.
         initialize(model, block.modules(), config.seed, device)
         if config.tensor_parallel > 1:
-            tensor_parallel(block, parallelize_plan=BLOCK_PLAN)  # before FSDP, which shards these
+            tensor_parallel(block, parallelize_plan=BLOCK_PLAN)  # FSDP shards the TP shards
         fully_shard(block, **options)
     fully_shard(model.stage.submod, **options)
     return model
@@ -347,10 +349,11 @@ class PassThrough(nn.Module):
 
 
 def keep_stage(model: nn.Module, index: int, num_stages: int) -> list[nn.Module]:
-    """Drop what belongs to other stages; returns the blocks of this one.
+    """Drop the modules of other stages; returns this stage's blocks.
 
-    The first stage has the embedding, and the last one has the last norm and the head. Every stage
-    gets equally many blocks, although the head and the loss are extra work for the last one.
+    The first stage has the embedding, and the last one has the last norm and the head. Stages get
+    equally many blocks, plus or minus one, although the head and the loss are extra work for the
+    last stage.
     """
     blocks = transformer_blocks(model)
     own_blocks = []
@@ -371,11 +374,11 @@ def keep_stage(model: nn.Module, index: int, num_stages: int) -> list[nn.Module]
 
 
 class Stage(nn.Module):
-    """What is left of the model on one stage, with a forward for PyTorch's pipelining.
+    """This rank's stage of the model, with a forward for PyTorch's pipelining.
 
     Args:
         model: without the modules of other stages.
-        num_positions: how many positions a stage sends for each micro-batch, padding included.
+        num_positions: how many positions a rank sends for each micro-batch, padding included.
     """
 
     def __init__(
@@ -392,14 +395,14 @@ class Stage(nn.Module):
         Every stage reads the micro-batches itself, so labels, positions and cumulative sequence
         lengths need not be sent.
 
-        NOTE: PyTorch's pipelines send tensors of one shape, so pad them to the largest. A tensor of
-        another shape would be received wrongly or abort the run.
+        NOTE: PyTorch's pipelines send one fixed shape, so pad hidden states to the largest. A
+        tensor of another shape would be received wrongly or abort the run.
 
         Args:
             hidden: [num_positions, hidden size] from the previous stage; None on the first stage.
 
         Returns:
-            The hidden states for the next stage, of the same shape, or on the last one the summed
+            The hidden states for the next stage, of the same shape; on the last stage, the summed
             loss.
         """
         micro_batch = dict(next(self.micro_batches))
@@ -424,22 +427,22 @@ class Stage(nn.Module):
 def build_stage(
     model: nn.Module, config: Config, mesh: DeviceMesh, device: torch.device
 ) -> tuple[PipelineStage, dist.ProcessGroup | None]:
-    """Build this rank's stage, and the group of the ranks that share the embedding, if any do."""
+    """Build this rank's stage and, for a tied embedding, the group of the ranks that hold it."""
     # The ranks of a pipeline work on the same micro-batches. NOTE: give sends and receives a group
-    # of their own. Stages make unequal numbers of them, which confuses the checks of collectives
-    # (TORCH_DISTRIBUTED_DEBUG=DETAIL) in a group that has both.
+    # of their own. Stages make unequal numbers of them. In a group that has collectives, too, that
+    # confuses the checks of TORCH_DISTRIBUTED_DEBUG=DETAIL.
     ranks = range(dist.get_world_size())
     stage_size = len(ranks) // config.pipeline_parallel
     pipelines = [ranks[i::stage_size] for i in range(stage_size)]
     # Under gloo, a send waits as long as its group's timeout.
     timeout = timedelta(minutes=config.timeout_minutes)
     group, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=timeout, group_desc="pipeline")
-    # Declare what stages send. Otherwise PyTorch runs an extra forward to find out, for each new
-    # schedule, which means at every step.
+    # Declare what stages send. Otherwise PyTorch infers it with an extra forward for each new
+    # schedule, that is in every step.
     parts = config.context_parallel * config.tensor_parallel  # of the positions
     num_positions = config.micro_batch_tokens
     if config.batching == "packed" or config.pad_to_multiple_of % parts == 0:
-        num_positions = math.ceil(num_positions / parts)  # otherwise, padding may need more
+        num_positions = math.ceil(num_positions / parts)  # otherwise keep room for padding
     hidden = torch.empty(
         (num_positions, model.config.hidden_size),
         dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
@@ -494,8 +497,8 @@ def local_micro_batch(
         padded = nn.functional.pad(part[name], (0, padding), value=value)
         part[name] = padded.chunk(ranks, dim=1)[rank]
     if config.batching == "packed":
-        # Attention sees full sequences, so the cumulative sequence lengths are not cut. The padding
-        # is one more document.
+        # Attention sees full sequences, so the cumulative sequence lengths are not split. The
+        # padding counts as a document.
         ends = part["cu_seq_lens_q"]
         part["cu_seq_lens_q"] = nn.functional.pad(ends, (0, 1), value=length + padding)
     return common.to_device(part, device)
@@ -525,10 +528,10 @@ def ulysses_attention(
     """Causal attention over full sequences, of which each rank has a part.
 
     Norms and feed-forward treat each token alone, so they need no communication. Attention needs
-    full sequences, but it treats each head alone. So all-to-alls turn all heads of a part of the
-    sequence into some heads of the full sequence, and back.
+    full sequences, but treats each head alone. All-to-alls therefore switch from sequence shards to
+    head shards, and back.
     """
-    # Where the CP group does not divide the key/value heads, several ranks need the same one.
+    # If C does not divide the number of key/value heads, several ranks need a copy of one head.
     ranks = group.size()
     copies = ranks // math.gcd(ranks, key.shape[1])
     if copies > 1:
@@ -554,14 +557,14 @@ def train_step(
 
     On the last stage, `stage.submod(hidden)` returns the cross entropy summed over the rank's part
     of a micro-batch's target tokens (`Stage.forward`), on the others the hidden states for the next
-    stage. It uses weights inside the stage's forward only. Elsewhere they may be sharded.
+    stage. The weights are sure to be full only inside the stage's forward.
 
     The schedule is 1F1B: once the first micro-batches have filled the pipeline, each stage
     alternates one forward and one backward of an earlier micro-batch.
     """
     # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch, which all ranks know. A mean of micro-batch means would give tokens of small
-    # micro-batches more weight.
+    # batch, over all ranks. A mean of micro-batch means would give tokens of small micro-batches
+    # more weight.
     # FSDP averages gradients over all ranks with the same part of the layers, so multiply by their
     # number to get a sum.
     _, dp_size = dp_rank_and_size(config)
@@ -569,7 +572,7 @@ def train_step(
     total_loss = torch.zeros((), device=device)
 
     def scaled_loss(loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Return what the last stage starts backward from."""
+        """Return the scaled loss, from which backward starts."""
         total_loss.add_(loss.detach())
         return loss * scale
 
@@ -587,25 +590,25 @@ def train_step(
     # has to run inside of it.
     with tp.loss_parallel():
         # FSDP's all-gathers. For each micro-batch sends and receives between stages, and in each
-        # block TP's all-gathers, reduce-scatters and, for gradients of norms, all-reduces, and CP's
-        # all-to-alls. Last, FSDP's reduce-scatters.
+        # block TP's all-gathers and reduce-scatters, and CP's all-to-alls. Last, all-reduces of the
+        # norms' gradients over the TP group, and FSDP's reduce-scatters.
         schedule.step(target=scales, return_outputs=False)
     if model.embedding_group is not None:
-        # The first stage computes the gradient of the tied embedding as the embedding, and the last
-        # one as the head. Both need the sum, which keeps their copies equal.
+        # The first stage computes the gradient of the tied weight as the embedding, and the last
+        # stage as the head. Both need the sum, which keeps their copies equal.
         gradient = model.get_input_embeddings().weight.grad.to_local()
         dist.all_reduce(gradient, group=model.embedding_group)
     dist.all_reduce(total_loss)
     total_loss /= config.tensor_parallel  # each rank of a TP group added the same loss
 
-    # The norm covers all stages, but a rank only has gradients of its own.
+    # The norm covers all stages, but a rank has only its own stages' gradients.
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     counted = parameters
     if model.embedding_group is not None and model.stage.is_last:
         # The first stage counts the tied embedding.
         embedding = model.get_input_embeddings().weight
         counted = [parameter for parameter in parameters if parameter is not embedding]
-    # One all-reduce over the ranks of the stage. All of them get the same norm.
+    # One all-reduce over the ranks of a stage (of a replica). All of them get its norm.
     stage_norm = nn.utils.get_total_norm([parameter.grad for parameter in counted]).full_tensor()
     squared_norm = stage_norm**2
     dist.all_reduce(squared_norm)  # over all ranks, so each rank of a stage adds the same value
@@ -650,7 +653,7 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
         model.stage.submod.micro_batches = iter([micro_batch])
         with tp.loss_parallel():
             schedule.eval(target=micro_batch["labels"], return_outputs=False)
-        # The ranks agree on it, which makes all stages wait, so not after each micro-batch.
+        # This all-reduce makes all stages wait, so run it after every 16th micro-batch only.
         if i % 16 == 0 and run.stops_validation():
             return None
     model.train()
@@ -664,8 +667,8 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
 def build_optimizer(model: nn.Module, config: Config) -> AdamW:
     """Build AdamW over this rank's shards; matrices decay, embeddings, norms and biases do not.
 
-    NOTE: call it after `parallelize`, which replaces all parameters. Those that an optimizer got
-    before would have no gradients, so its steps would change nothing.
+    NOTE: call it after `parallelize`, which replaces all parameters. The old parameters never get
+    gradients, so an optimizer over them would change nothing.
     """
     decayed = weight_decay_names(model)
     with_decay, without_decay = [], []
@@ -715,7 +718,7 @@ def main() -> partial | None:
             f"there are stages: use at least {smallest}"
         )
 
-    # Tokenizing can take longer than a collective may wait, so do it before the ranks meet.
+    # Tokenizing can take longer than the timeout of collectives, so do it before they begin.
     tokenizer = common.load_tokenizer(config.tokenizer)
     documents = common.load_documents(config, [config.text_column], common.tokenize_text, tokenizer)
     training, validation = (
@@ -753,7 +756,7 @@ def main() -> partial | None:
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]
-    # The ranks take turns to get the micro-batches of a global batch.
+    # Data-parallel ranks get the micro-batches of a global batch in turn.
     batches = training.stream(tokens, accumulation, dp_rank, dp_size)
     if run.unvalidated:  # a signal has stopped the validation of this step
         loss = evaluate(model, validation, run)
@@ -768,8 +771,8 @@ def main() -> partial | None:
         if step == 1:
             refuse_untrained(model, optimizer)  # a collective
         tokens += batch.num_targets
-        # A signal only raises `stop_signals`, so that the step ends first. All ranks learn whether
-        # any of them got one, and the longest wait for data.
+        # A signal only raises `stop_signals`, so that the step ends first. `max_over_ranks` returns
+        # whether any rank got one, and the longest wait for data.
         data_seconds, run.stopping = max_over_ranks(data_seconds, run.stop_signals)
         run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:

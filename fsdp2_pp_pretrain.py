@@ -3,13 +3,13 @@
     torchrun --standalone --nproc-per-node=2 fsdp2_pp_pretrain.py
 
 When to use it: the links between machines are too slow for FSDP2's all-gathers. Give each machine a
-stage: stages only send each other hidden states, and FSDP2 shards a stage within its machine. A
-step needs many micro-batches to keep the bubble small.
+stage: stages send each other only hidden states and their gradients, and FSDP2 shards a stage
+within its machine. A step needs many micro-batches to keep the bubble small.
 
-The N ranks form S stages of N/S neighbors. Each rank of a stage has a counterpart in every other
-stage; these S ranks are a pipeline, and work on the same micro-batches. Within a stage, FSDP2 turns
-the parameters into DTensors. The `shape` of a DTensor is that of the full tensor, but each rank of
-the stage holds only a shard, `to_local()`.
+The N ranks form S stages of N/S consecutive ranks. Each rank of a stage has a counterpart in every
+other stage; these S ranks are a pipeline, and work on the same micro-batches. Within a stage, FSDP2
+turns the parameters into DTensors. A DTensor is a tensor that is spread over ranks. Its `shape` is
+the shape of the full tensor, but each rank of the stage holds only a shard, `to_local()`.
 
 Memory per rank: S/N of its stage's fp32 parameters, gradients and AdamW moments, 16S/N bytes for
 each of these parameters. During a step also the stage's full parameters and full gradients, the
@@ -18,22 +18,24 @@ last stage both hold a tied embedding.
 
 Communication volume per step, with A the bytes of [micro_batch_tokens, hidden size]: for each
 micro-batch, a stage sends hidden states (A) to the next stage, and their gradients (A) come back.
-Within a stage, with P the bytes of the parameters in compute precision and G the bytes of the fp32
-gradients, its N/S ranks all-gather P/S and reduce-scatter G/S, (P+G)(N-S)/(SN) per step, however
-many micro-batches there are.
+The first and the last stage all-reduce the gradient of a tied embedding. Within a stage, with P the
+bytes of the parameters in compute precision and G the bytes of the fp32 gradients, its N/S ranks
+all-gather P/S and reduce-scatter G/S, (P+G)(N-S)/(SN) per step, however many micro-batches there
+are.
 
-`--schedule` is the order of forwards and backwards. While a stage waits for others, it idles, which
-is the bubble of the pipeline:
+`--schedule` is the order of forwards and backwards. A stage idles while it waits for other stages.
+This is the bubble of the pipeline:
 - `gpipe` (arXiv 1811.06965) runs all forwards, then all backwards. k micro-batches need k+S-1 slots
-  to pass through S stages, and each stage idles in S-1 of them. It keeps the activations of k.
+  to pass through S stages, and each stage idles in S-1 of them. A stage keeps the activations of
+  all k micro-batches.
 - `1f1b` (PipeDream-Flush, arXiv 2006.09503) has the same bubble but runs each backward as early as
-  it can. So a stage keeps the activations of S micro-batches instead of k.
+  it can. A stage keeps the activations of up to S micro-batches instead of k.
 - `interleaved` (arXiv 2104.04473) gives each rank two shorter stages. That halves the bubble, but
   keeps more activations, and a micro-batch is sent 2S-1 times instead of S-1: three times as much
   with two ranks in a pipeline, about twice as much with many.
-- `zero_bubble` (ZB1P, arXiv 2401.10241) splits backward: the gradient of the input, for which the
-  previous stage waits, comes first. The gradients of the weights fill two thirds of the bubble if
-  both gradients and the forward take equally long.
+- `zero_bubble` (ZB1P, arXiv 2401.10241) splits backward. The input's gradient comes first, because
+  the previous stage waits for it. The weights' gradients fill two thirds of the bubble if forward
+  and both gradients take equally long.
 """
 
 import copy
@@ -97,7 +99,7 @@ class Config(Flags):
     """The flags of this script, beside the shared ones."""
 
     text_column: str = flag("text", "column of the dataset that holds the text")
-    pipeline_parallel: PositiveInt = flag(2, "ranks that the blocks are split over")
+    pipeline_parallel: PositiveInt = flag(2, "ranks of a pipeline, which share the blocks")
     schedule: Literal["1f1b", "gpipe", "interleaved", "zero_bubble"] = flag(
         "1f1b", "order of forwards and backwards; interleaved: two stages per rank"
     )
@@ -119,16 +121,16 @@ class Config(Flags):
 
 # --- Strategy -------------------------------------------------------------------------------------
 
-# What --schedule chooses. A schedule runs the forwards and backwards of this rank's stages in its
-# order, and sends and receives what they need from each other.
+# The classes for --schedule. A schedule runs the forwards and backwards of this rank's stages in
+# its order, and sends and receives hidden states and their gradients.
 SCHEDULES = {
     "1f1b": Schedule1F1B,
     "gpipe": ScheduleGPipe,
     "interleaved": ScheduleInterleaved1F1B,
     "zero_bubble": ScheduleInterleavedZeroBubble,
 }
-# Every stage runs the decoder's own forward, so all of them would repeat what it does before the
-# first block: positions (a module besides these four), a factor, or dropout.
+# Every stage runs the decoder's own forward, so each would repeat its work before the first block:
+# position embeddings (a fifth module), scaling, or dropout.
 DECODER_PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 REPEATED = {"embedding_multiplier": 1, "mup_enabled": False, "embedding_dropout": 0}
 # Model types whose blocks pass more to each other than the hidden states.
@@ -142,7 +144,7 @@ def init_process_group(config: Config) -> torch.device:
         dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
     device = set_up_gpu(config)
-    # gloo beside NCCL communicates tensors in CPU memory: pickled Python objects, the numbers of
+    # gloo beside NCCL handles tensors in CPU memory: pickled Python objects, the numbers of
     # `max_over_ranks` and, with --cpu_offload, the norm of the gradients.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     return device
@@ -153,7 +155,7 @@ def dp_rank_and_size(config: Config) -> tuple[int, int]:
 
     Ranks of the same stage are data parallel. A stage consists of consecutive ranks.
 
-    NOTE: the stages of a pipeline all work on the same micro-batches, so they share an index.
+    NOTE: the ranks of a pipeline work on the same micro-batches, so they have the same index.
     """
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     stage_size = max(1, ranks // config.pipeline_parallel)  # --steps 0 runs on one rank too
@@ -165,9 +167,10 @@ def stages_per_rank(config: Config) -> int:
 
 
 def check_batch(config: Config, dp_size: int, number: int) -> None:
-    """Refuse a global batch with a `number` of micro-batches per rank that the schedule cannot run.
+    """Refuse a global batch whose `number` of micro-batches per rank does not fit the schedule.
 
-    It needs at least one for each stage. The last two schedules need rounds of equal size.
+    Fewer micro-batches than ranks in a pipeline would leave some idle all the time. The schedules
+    `interleaved` and `zero_bubble` also need rounds of equal size.
     """
     smallest = config.micro_batch_tokens * dp_size * config.pipeline_parallel
     if number < config.pipeline_parallel:
@@ -211,7 +214,7 @@ def check_model(model: nn.Module, config: Config) -> None:
 def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Module:
     """Keep this rank's stages of the model, shard and initialize them.
 
-    The model keeps the modules of this rank under its own names, for the checkpoint, and gets two
+    The model keeps this rank's modules under their original names, for the checkpoint, and gets two
     attributes:
 
     - `model.stages`: a `PipelineStage` for each stage of this rank. It has the stage's module, runs
@@ -222,10 +225,10 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     `fully_shard(module)` makes one unit of the module's parameters that no earlier call on a
     submodule has claimed. It turns them into DTensors, and adds hooks that communicate:
 
-    - Before the first forward of a step, one all-gather makes the unit's parameters full. With
-      1f1b and gpipe it runs when the first micro-batch reaches the unit. With the other schedules
-      all units are gathered before. The parameters stay full during the whole step.
-    - All micro-batches accumulate full gradients. After the stage's last backward, one
+    - Before the first forward of a step, one all-gather makes the unit's parameters full. With 1f1b
+      and gpipe it runs when the first micro-batch reaches the unit, with the other schedules at the
+      start of the step. The parameters stay full during the whole step.
+    - Full gradients accumulate over all micro-batches. After the stage's last backward, one
       reduce-scatter leaves each rank the averaged gradient of its shard, and the full tensors are
       freed.
     """
@@ -287,14 +290,15 @@ class PassThrough(nn.Module):
 
 
 class Stage(nn.Module):
-    """What one stage has of the model, with a forward for PyTorch's pipelining.
+    """One stage of the model, with a forward for PyTorch's pipelining.
 
     It is a copy of the model with only the stage's modules, because a rank may have two stages, and
-    a schedule gathers and reduces the parameters of one at a time. The modules themselves are not
-    copied: `model` has them, too, under its own names.
+    a schedule gathers and reduces each separately. The modules themselves are not copied: `model`
+    has them, too, under their original names.
 
-    The first stage has the embedding, and the last one has the last norm and the head. Every stage
-    gets equally many blocks, although the head and the loss are extra work for the last one.
+    The first stage has the embedding, and the last one has the last norm and the head. Stages get
+    equally many blocks, plus or minus one, although the head and the loss are extra work for the
+    last stage.
 
     Args:
         model: the full model. It is on the meta device, where a copy takes no memory.
@@ -324,14 +328,14 @@ class Stage(nn.Module):
         Every stage reads the micro-batches itself, so labels, positions and cumulative sequence
         lengths need not be sent.
 
-        NOTE: PyTorch's pipelines send tensors of one shape, so pad them to the largest. A tensor of
-        another shape would be received wrongly or abort the run.
+        NOTE: PyTorch's pipelines send one fixed shape, so pad hidden states to the largest. A
+        tensor of another shape would be received wrongly or abort the run.
 
         Args:
             hidden: [num_positions, hidden size] from the previous stage; None on the first stage.
 
         Returns:
-            The hidden states for the next stage, of the same shape, or on the last one the summed
+            The hidden states for the next stage, of the same shape; on the last stage, the summed
             loss.
         """
         micro_batch = dict(next(self.micro_batches))
@@ -350,17 +354,17 @@ class Stage(nn.Module):
 def build_stages(
     model: nn.Module, config: Config, device: torch.device
 ) -> tuple[list[PipelineStage], dist.ProcessGroup | None]:
-    """Build this rank's stages, and the group of the ranks that share the embedding, if any do."""
+    """Build this rank's stages and, for a tied embedding, the group of the ranks that hold it."""
     _, dp_size = dp_rank_and_size(config)
     # The ranks of a pipeline work on the same micro-batches. NOTE: give sends and receives a group
-    # of their own. Stages make unequal numbers of them, which confuses the checks of collectives
-    # (TORCH_DISTRIBUTED_DEBUG=DETAIL) in a group that has both.
+    # of their own. Stages make unequal numbers of them. In a group that has collectives, too, that
+    # confuses the checks of TORCH_DISTRIBUTED_DEBUG=DETAIL.
     pipelines = [list(range(i, dist.get_world_size(), dp_size)) for i in range(dp_size)]
     # Under gloo, a send waits as long as its group's timeout.
     timeout = timedelta(minutes=config.timeout_minutes)
     group, _ = dist.new_subgroups_by_enumeration(pipelines, timeout=timeout, group_desc="pipeline")
-    # Declare what stages send. Otherwise PyTorch runs an extra forward to find out, for each new
-    # schedule, which means at every step.
+    # Declare what stages send. Otherwise PyTorch infers it with an extra forward for each new
+    # schedule, that is in every step.
     hidden = torch.empty(
         (config.micro_batch_tokens, model.config.hidden_size),
         dtype=torch.bfloat16 if config.precision == "bf16" else torch.float32,
@@ -369,7 +373,7 @@ def build_stages(
     )
     num_stages = config.pipeline_parallel * stages_per_rank(config)
     stages = []
-    # Rank 0 has the stages 0, S, ..., rank 1 has 1, S+1, ...
+    # A pipeline's first rank has the stages 0, S, ..., its second one 1, S+1, ...
     for index in range(dist.get_rank() // dp_size, num_stages, config.pipeline_parallel):
         stage = PipelineStage(
             Stage(model, index, num_stages, config.micro_batch_tokens),
@@ -389,7 +393,7 @@ def build_stages(
 
 
 def keep_own_modules(model: nn.Module) -> None:
-    """Drop from the model what belongs to stages of other ranks."""
+    """Drop the modules of other ranks' stages from the model."""
     own = {module for stage in model.stages for module in stage.submod.modules()}
     blocks, decoder = transformer_blocks(model), model.get_decoder()
     for i, block in enumerate(blocks):
@@ -403,7 +407,7 @@ def keep_own_modules(model: nn.Module) -> None:
 
 
 def build_schedule(stages: list[PipelineStage], name: str, *arguments: Any) -> Any:
-    """Return a schedule; the simple ones take a single stage."""
+    """Return a schedule; 1f1b and gpipe accept only one stage."""
     own = stages[0] if name in ("1f1b", "gpipe") else stages
     # NOTE: scale_grads=True would divide the gradients by the number of micro-batches as well.
     return SCHEDULES[name](own, *arguments, scale_grads=False)
@@ -421,21 +425,21 @@ def train_step(
 
     On the last stage, `stage.submod(hidden)` returns the cross entropy summed over the
     micro-batch's target tokens (`Stage.forward`), on the others the hidden states for the next
-    stage. It uses weights inside the stage's forward only. Elsewhere they may be sharded.
+    stage. The stage's forward computes it, because only there the head's weight is sure to be full.
 
     With 1F1B, once the first micro-batches have filled the pipeline, each stage alternates one
     forward and one backward of an earlier micro-batch.
     """
     # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch, which all ranks know. A mean of micro-batch means would give tokens of small
-    # micro-batches more weight.
+    # batch, over all ranks. A mean of micro-batch means would give tokens of small micro-batches
+    # more weight.
     # FSDP averages gradients over the ranks of a stage, so multiply by their number to get a sum.
     _, dp_size = dp_rank_and_size(config)
     scale = dp_size / batch.num_targets
     total_loss = torch.zeros((), device=device)
 
     def scaled_loss(loss: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        """Return what the last stage starts backward from."""
+        """Return the scaled loss, from which backward starts."""
         total_loss.add_(loss.detach())
         return loss * scale
 
@@ -445,23 +449,23 @@ def train_step(
     schedule = build_schedule(model.stages, config.schedule, len(micro_batches), scaled_loss)
     # The schedule splits `target`, so that `scaled_loss` gets one scale for each micro-batch.
     scales = torch.full((len(micro_batches),), scale, device=device)
-    # All-gathers, then sends and receives, then reduce-scatters.
+    # All-gathers, sends and receives, and reduce-scatters.
     schedule.step(target=scales, return_outputs=False)
     if model.embedding_group is not None:
-        # The first stage computes the gradient of the tied embedding as the embedding, and the last
-        # one as the head. Both need the sum, which keeps their copies equal.
+        # The first stage computes the gradient of the tied weight as the embedding, and the last
+        # stage as the head. Both need the sum, which keeps their copies equal.
         gradient = model.get_input_embeddings().weight.grad.to_local()
         dist.all_reduce(gradient, group=model.embedding_group)
     dist.all_reduce(total_loss)
 
-    # The norm covers all stages, but a rank only has gradients of its own.
+    # The norm covers all stages, but a rank has only its own stages' gradients.
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     counted = parameters
     if model.embedding_group is not None and model.stages[-1].is_last:
         # The first stage counts the tied embedding.
         embedding = model.get_input_embeddings().weight
         counted = [parameter for parameter in parameters if parameter is not embedding]
-    # One all-reduce over the ranks of the stage. All of them get the same norm.
+    # One all-reduce over the ranks of a stage (of a replica). All of them get its norm.
     stage_norm = nn.utils.get_total_norm([parameter.grad for parameter in counted]).full_tensor()
     squared_norm = stage_norm**2
     dist.all_reduce(squared_norm)  # over all ranks, so it counts each stage dp_size times
@@ -507,7 +511,7 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
         for stage in model.stages:
             stage.submod.micro_batches = iter([micro_batch])
         schedule.eval(target=micro_batch["labels"], return_outputs=False)
-        # The ranks agree on it, which makes all stages wait, so not after each micro-batch.
+        # This all-reduce makes all stages wait, so run it after every 16th micro-batch only.
         if i % 16 == 0 and run.stops_validation():
             return None
     for stage in model.stages:
@@ -522,8 +526,8 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
 def build_optimizer(model: nn.Module, config: Config) -> AdamW:
     """Build AdamW over this rank's shards; matrices decay, embeddings, norms and biases do not.
 
-    NOTE: call it after `parallelize`, which replaces all parameters. Those that an optimizer got
-    before would have no gradients, so its steps would change nothing.
+    NOTE: call it after `parallelize`, which replaces all parameters. The old parameters never get
+    gradients, so an optimizer over them would change nothing.
     """
     decayed = weight_decay_names(model)
     with_decay, without_decay = [], []
@@ -566,7 +570,7 @@ def main() -> partial | None:
     accumulation = micro_batches_per_rank(config, dp_size)
     check_batch(config, dp_size, accumulation)
 
-    # Tokenizing can take longer than a collective may wait, so do it before the ranks meet.
+    # Tokenizing can take longer than the timeout of collectives, so do it before they begin.
     tokenizer = common.load_tokenizer(config.tokenizer)
     documents = common.load_documents(config, [config.text_column], common.tokenize_text, tokenizer)
     training, validation = (
@@ -603,7 +607,7 @@ def main() -> partial | None:
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]
-    # The ranks take turns to get the micro-batches of a global batch.
+    # Data-parallel ranks get the micro-batches of a global batch in turn.
     batches = training.stream(tokens, accumulation, dp_rank, dp_size)
     if run.unvalidated:  # a signal has stopped the validation of this step
         loss = evaluate(model, validation, run)
@@ -618,8 +622,8 @@ def main() -> partial | None:
         if step == 1:
             refuse_untrained(model, optimizer)  # a collective
         tokens += batch.num_targets
-        # A signal only raises `stop_signals`, so that the step ends first. All ranks learn whether
-        # any of them got one, and the longest wait for data.
+        # A signal only raises `stop_signals`, so that the step ends first. `max_over_ranks` returns
+        # whether any rank got one, and the longest wait for data.
         data_seconds, run.stopping = max_over_ranks(data_seconds, run.stop_signals)
         run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:

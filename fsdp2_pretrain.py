@@ -110,7 +110,7 @@ def init_process_group(config: Config) -> torch.device:
         dist.init_process_group("gloo", timeout=timeout)
         return torch.device("cpu")
     device = set_up_gpu(config)
-    # gloo beside NCCL communicates tensors in CPU memory: pickled Python objects, the numbers of
+    # gloo beside NCCL handles tensors in CPU memory: pickled Python objects, the numbers of
     # `max_over_ranks` and, with --cpu_offload, the norm of the gradients.
     dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
     return device
@@ -120,9 +120,9 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     """Shard a model that is on the meta device, and give the shards memory and initial weights.
 
     `fully_shard(module)` makes one unit of the module's parameters: they are gathered and freed
-    together. Parameters that an earlier call on a submodule took stay in that unit. The call turns
-    the parameters into DTensors, gives the module a class with the methods of `FSDPModule`, and
-    adds these hooks:
+    together. Parameters that an earlier call on a submodule has claimed stay in the submodule's
+    unit. The call turns the parameters into DTensors, gives the module a class with the methods of
+    `FSDPModule`, and adds these hooks:
 
     - Before forward, one all-gather makes the unit's parameters full. After forward they are freed.
     - Before backward, another all-gather makes them full again. After backward, one reduce-scatter
@@ -213,8 +213,8 @@ def train_step(
     That saves communication but needs memory for a full set of gradients.
     """
     # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch, which all ranks know. A mean of micro-batch means would give tokens of small
-    # micro-batches more weight.
+    # batch, over all ranks. A mean of micro-batch means would give tokens of small micro-batches
+    # more weight.
     # FSDP averages gradients over the ranks, so multiply by their number to get a sum. (AdamW would
     # hide it if they were too small: its updates do not depend on their scale. The norm shows it.)
     scale = dist.get_world_size() / batch.num_targets
@@ -222,9 +222,9 @@ def train_step(
     for i, micro_batch in enumerate(batch.micro_batches):
         last = i == len(batch.micro_batches) - 1
         # The setters reach all units in the model.
-        # NOTE: off by one here with --reduce_every_micro_batch false, and the last full gradients
-        # stay in FSDP, where `zero_grad` does not reach them. The next step adds them, without an
-        # error.
+        # NOTE: if `last` were one too early with --reduce_every_micro_batch false, the last full
+        # gradients would stay in FSDP, where `zero_grad` does not reach them. The next step would
+        # add them, without an error.
         model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
         # HSDP only: accumulate shards of gradients, and all-reduce them across rows once.
         model.set_requires_all_reduce(last)
@@ -280,8 +280,8 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
 def build_optimizer(model: nn.Module, config: Config) -> AdamW:
     """Build AdamW over this rank's shards; matrices decay, embeddings, norms and biases do not.
 
-    NOTE: call it after `parallelize`, which replaces all parameters. Those that an optimizer got
-    before would have no gradients, so its steps would change nothing.
+    NOTE: call it after `parallelize`, which replaces all parameters. The old parameters never get
+    gradients, so an optimizer over them would change nothing.
     """
     decayed = weight_decay_names(model)
     with_decay, without_decay = [], []
@@ -319,7 +319,7 @@ def main() -> partial | None:
         common.refuse(f"--dp_replicate {config.dp_replicate} does not divide {ranks} ranks")
     accumulation = micro_batches_per_rank(config, ranks)
 
-    # Tokenizing can take longer than a collective may wait, so do it before the ranks meet.
+    # Tokenizing can take longer than the timeout of collectives, so do it before they begin.
     tokenizer = common.load_tokenizer(config.tokenizer)
     documents = common.load_documents(config, [config.text_column], common.tokenize_text, tokenizer)
     training, validation = (
@@ -356,7 +356,7 @@ def main() -> partial | None:
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]
-    # The ranks take turns to get the micro-batches of a global batch.
+    # Data-parallel ranks get the micro-batches of a global batch in turn.
     batches = training.stream(tokens, accumulation, rank, ranks)
     if run.unvalidated:  # a signal has stopped the validation of this step
         loss = evaluate(model, validation, run)
@@ -371,8 +371,8 @@ def main() -> partial | None:
         if step == 1:
             refuse_untrained(model, optimizer)  # a collective
         tokens += batch.num_targets
-        # A signal only raises `stop_signals`, so that the step ends first. All ranks learn whether
-        # any of them got one, and the longest wait for data.
+        # A signal only raises `stop_signals`, so that the step ends first. `max_over_ranks` returns
+        # whether any rank got one, and the longest wait for data.
         data_seconds, run.stopping = max_over_ranks(data_seconds, run.stop_signals)
         run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:

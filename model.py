@@ -1,7 +1,7 @@
 """The model of every script: a transformers model whose forward returns the summed loss.
 
-Nothing here knows ranks. A script calls these functions in this order, and shards the model on the
-way:
+Nothing here depends on ranks. A script calls these functions in this order, and shards the model on
+the way:
 
     build_config   the architecture of --model
     build_model    on the meta device: the model has shapes, but no memory and no weights yet
@@ -134,8 +134,8 @@ def build_config(config: Any, vocabulary_size: int, eos_token_id: Any) -> PreTra
 def read_config(config: Any, vocabulary_size: int) -> PreTrainedConfig:
     """Read the config.json of --model, without running code from the hub.
 
-    A model that also sees or hears gives the config of its language model. Refuses models that
-    would not train on this data as they should.
+    For a multimodal model, return the config of its language model. Refuses models that would not
+    train on this data as they should.
     """
     name = f"--model {config.model}"
     with refusing(f"{name} is not built in (see --help) and has no config.json"):

@@ -1,6 +1,6 @@
 """The run around a training loop: flags, how a process ends, the run directory and its metrics.
 
-Nothing here knows a parallel strategy, an optimizer's rule, or a training loop.
+Nothing here depends on a parallel strategy, an optimizer's rule, or a training loop.
 """
 
 import contextlib
@@ -279,7 +279,7 @@ def report(error: BaseException) -> None:
     """Print why this rank ends, and leave it for the summary that torchrun prints at its end."""
     message = traceback.format_exc()
     first = os.environ["LOCAL_RANK"] == "0"  # of the ranks of this node
-    is_cause = first or dist.is_initialized()  # before they meet, all ranks fail at the same line
+    is_cause = first or dist.is_initialized()  # before `init_process_group`, all ranks fail alike
     if isinstance(error, Refusal):
         message = f"error: {error}"
         error.__traceback__ = error.__context__ = error.__cause__ = None  # torchrun prints them
@@ -427,7 +427,7 @@ class Run:
     """A run's directory, metrics, terminal output and Weights & Biases. Rank 0 writes.
 
     Every rank creates one. It changes nothing in the directory until `begin`, which locks it.
-    `facts` is what is recorded of the run beside its metrics. All ranks must have the same.
+    `facts` goes into config.json and the checkpoints. It must be equal on all ranks.
 
     Args:
         model: as it is before a strategy shards it.
@@ -517,8 +517,8 @@ class Run:
             advise_on_threads()
         self.unvalidated = progress.get("unvalidated", False)
         self.trace(progress["step"])
-        # The ranks collect garbage together (`log_step`). Each at a moment of its own, they would
-        # wait for one after the other.
+        # All ranks collect garbage in the same step (`log_step`). Otherwise each would delay all
+        # others in turn.
         gc.disable()
         self.checkpoints = checkpoints
         Run.current = self

@@ -385,7 +385,7 @@ def test_targets_that_match_nothing_are_refused():
 @pytest.mark.parametrize("base", ["none", "adapter", "no weights"])
 def test_what_is_no_base_is_refused(bases, conversations, tmp_path, base):
     flags = {"dataset": conversations, "run_dir": tmp_path / "run", **TUNED}
-    expected = "--init_from is missing: adapters change a pretrained model"
+    expected = "--init_from is missing: name the pretrained model to adapt"
     if base == "adapter":
         shutil.copytree(bases / "tied", tmp_path / "adapter")
         (tmp_path / "adapter/adapter_config.json").write_text("{}")

@@ -284,7 +284,7 @@ def test_shared_files_know_no_strategy_no_optimizer_and_no_loop(name, word):
 def test_the_model_knows_nothing_of_ranks():
     """But its docstring says so. c10d is in the names of operators that are not recomputed."""
     _, docstring, text = read("model.py").split('"""', 2)
-    assert "Nothing here knows ranks" in docstring
+    assert "Nothing here depends on ranks" in docstring
     words = r"(?i)\b(ranks?|world_size|dist|distributed|mesh|dtensor|ddp|fsdp\d?|collective)\b"
     assert re.findall(words, text) == []
 

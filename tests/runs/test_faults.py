@@ -493,7 +493,7 @@ def test_what_a_resume_refuses(flags, texts, weights_directory, copied, tmp_path
         ),
         (
             {"seed": 5, "batching": "packed"},
-            r"batching bucketed \(now packed\), seed 0 \(now 5\); resume with the same, or",
+            r"batching bucketed \(now packed\), seed 0 \(now 5\); resume with its values, or",
         ),
         ({"max_length": 256}, r"max_length 512 \(now 256\);"),
         ({"global_batch_tokens": 4096}, r"global_batch_tokens 2048 \(now 4096\);"),

@@ -125,7 +125,7 @@ def test_a_run_says_its_mesh_and_resumes_on_another(corpus, shape_directory, tmp
         ("tp2 cp4", {}, "--context_parallel x --tensor_parallel must divide the attention heads"),
         ("pp4", {}, "--pipeline_parallel is more than the 2 blocks"),
         ("cp2", {"sliding_window": 8, "use_sliding_window": True}, "sliding window of 8"),
-        ("tp2", {"model_type": "qwen3"}, "needs the layers of Llama's"),
+        ("tp2", {"model_type": "qwen3"}, "needs Llama's layers"),
         ("tp2", {"model_type": "granite", "embedding_multiplier": 3}, "repeat its embedding_mult"),
     ],
 )
