@@ -194,9 +194,9 @@ def test_first_run(tmp_path):
     assert f"files: {run_dir.relative_to(tmp_path)}/metrics.jsonl" in printed
     [write] = re.findall("`(python sample.py .* --prompt .*?)`", README)
     assert re.search(r"try:   (.*)", printed)[1] in write
-    written = run(write, quiet=False)
+    # A newcomer sees that it is Python. Samples are random, and some end before such a word.
     words = r"\b(self|def|return|if|for|import|raise|list|None|True|False)\b"
-    assert re.search(words, written)  # a newcomer sees that it is Python
+    assert any(re.search(words, run(write, quiet=False)) for _ in range(5))
     following = re.search(r"next:  (.*)", printed)[1]
     pretrain, tune, reinforce, chat = block("chain", "recipes.md")
     assert pretrain == command and "fsdp2_tp_pretrain.py" in following
