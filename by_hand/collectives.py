@@ -101,7 +101,7 @@ def with_pytorch(name, tensor):
 
 # --- Small numbers to look at, then a million to compare and to count -----------------------------
 COLLECTIVES = [broadcast, all_gather, reduce_scatter, all_reduce, all_to_all]
-NUMBERS = 1_048_560  # of a full tensor; 1 to 8 ranks can split it evenly
+NUMBERS = 1_048_560  # of a full tensor; 1 to 6 or 8 ranks can split it evenly
 say = print if RANK == 0 else lambda *_, **__: None
 say(__doc__)
 for collective in COLLECTIVES:

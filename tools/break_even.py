@@ -1,9 +1,9 @@
-"""From where on a strategy is bound by compute and not by the network, on H100s, by formula.
+"""Print where strategies stop being bound by the network, on H100s, by formula.
 
     python tools/break_even.py           by formula
     python tools/break_even.py counted   beside what the dry run counts
 
-These are the tables of docs/scale.md, which derives the formulas. Rates are those of the data
+These are the tables of docs/scale.md, which derives the formulas. Rates are from the data
 sheet: 989 TFLOP/s in bf16 (dense), 450 GB/s over NVLink in each direction, and 400 Gbit/s to
 another machine.
 

@@ -10,9 +10,8 @@ Prints the memory of a rank and the collectives of one optimizer step, beside th
 Without --global_batch_tokens, a step is one micro-batch per rank. `--precision auto` is bf16, as on
 a GPU, and --compile is left out. All sequences have the longest length.
 
-A step of fsdp2_grpo.py is what its flags ask for, from the all-gather before sampling, with the
---teacher (here a config.json is enough) and the reference. Keys and values of sampling are left out
-(docs/scale.md).
+A step of fsdp2_grpo.py begins with the all-gather before sampling, and includes the --teacher (a
+config.json is enough) and the reference. Keys and values of sampling are left out (docs/scale.md).
 
 Sizes are those of PyTorch's tensors. The allocator, CUDA and NCCL need memory beside them: leave a
 tenth of the GPU free.
@@ -404,7 +403,7 @@ def load_others(script: Any, config: Any, shape: Any) -> dict[str, Any]:
 def run_step(
     script: Any, config: Any, model: Any, optimizer: Any, batch: Any, others: dict[str, Any]
 ) -> None:
-    """Run an optimizer step. In RL, other models come first, and what sampling all-gathers."""
+    """Run an optimizer step; in RL, after sampling's all-gather and the other models."""
     if hasattr(script, "unsharded_parameters"):
         with script.unsharded_parameters(model, config):
             pass
@@ -633,10 +632,10 @@ def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
 
     Also returns what embedding, norms, head and loss add.
 
-    L: blocks, T, C or E: ranks of a group, A: bytes of a micro-batch's [tokens, hidden size], A':
-    the same for each expert of a token, Q and K: bytes of its queries and keys (K/V heads are
-    repeated if C exceeds them), M: bytes of the matrices that Muon exchanges. R blocks are
-    recomputed, up to the last tensor that backward needs, and send again.
+    L: blocks, T, C or E: ranks of a group, A: bytes of a micro-batch's [tokens, hidden size], A': A
+    x experts per token, Q and K: bytes of its queries and keys (K/V heads are repeated if C exceeds
+    them), M: bytes of the matrices that Muon exchanges. R blocks are recomputed, up to the last
+    tensor that backward needs, and send again.
     """
     shape, (sequences, length) = report.shape, shape_of(config)
     tokens, size = sequences * length * report.micro_batches, size_of_compute(config)

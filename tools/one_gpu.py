@@ -28,8 +28,8 @@ HALF = {"micro_batch_tokens": 8192}
 SETTINGS: dict[str, tuple[dict[str, Any], int]] = {
     "one micro-batch of 16,384": ({}, 2048),
     "2 micro-batches of 8,192": (HALF, 2048),
-    "the same, all logits at once": (HALF, 8192),
-    "the same, in fp32": (HALF | {"precision": "fp32"}, 2048),
+    "8,192, all logits at once": (HALF, 8192),
+    "8,192, in fp32": (HALF | {"precision": "fp32"}, 2048),
     "half of the blocks recomputed": (HALF | {"activation_checkpointing": "0.5"}, 2048),
     "all but matmuls recomputed": (HALF | {"activation_checkpointing": "selective"}, 2048),
     "every block recomputed": (HALF | {"activation_checkpointing": "full"}, 2048),

@@ -53,9 +53,9 @@ SHOWN = 200  # characters of a prompt's end
 
 
 def became(row: dict, function: Callable, tokenizer: common.Tokenizer) -> tuple[str, str]:
-    """Return the text of a row before the loss, and in it (in RL, the reference).
+    """Return a row's text outside the loss, and in it (RL: the reference).
 
-    The second one says why, if the row is left out.
+    If the row is left out: "", and why.
     """
     rows = {common.JSON: [row]} if isinstance(row, str) else {key: [row[key]] for key in row}
     table = common.tokenize(rows, conversations.COLUMNS, function, tokenizer, np.uint32)
