@@ -38,7 +38,7 @@ import fsdp2_grpo
 import fsdp2_lora
 import fsdp2_pretrain
 import fsdp2_sft
-from run import Run
+from run import CORES, Run
 
 FLAGS = {**SMALL, "global_batch_tokens": 512, "steps": 4, "checkpoint_every": 2, "eval_every": 4}
 
@@ -142,7 +142,7 @@ def test_other_weights_do_not_start_in_the_directory_of_a_run(flags, weights_dir
 
 
 def test_a_start_says_what_begins(flags, complete, copied):
-    """In three lines at most, also if it resumes."""
+    """In three lines at most, also if it resumes. With offloading, one more on threads."""
     before, first, _ = complete[1].partition("step 1/4  loss ")
     assert first
     documents = load_documents(flags["dataset"])
@@ -151,8 +151,11 @@ def test_a_start_says_what_begins(flags, complete, copied):
     assert re.fullmatch(f"[0-9,]+ parameters, {count}; writing {complete[0]}", data)
     work = "1 micro-batch per rank and step, 512 tokens, learning rate 0.003"
     assert ranks == f"fp32 on 1 rank (1 x 1 shards), {work}"
-    done = launch(0, "fsdp2_pretrain", flags | {"run_dir": copied, "steps": 5})
-    said = done.stdout.partition("step 5/5")[0].splitlines()
+    own = {"run_dir": copied, "steps": 5, "cpu_offload": True}
+    said = launch(0, "fsdp2_pretrain", flags | own).stdout.partition("step 5/5")[0].splitlines()
+    cores = len({path.read_text() for path in CORES.glob("cpu*/topology/core_cpus_list")})
+    if cores > 1:  # a launch here sets one thread
+        assert said.pop() == f"the optimizer runs on the CPU: export OMP_NUM_THREADS={cores}"
     assert said[0] == f"resuming from {copied}/checkpoints/step_00000004" and len(said) == 3
 
 
