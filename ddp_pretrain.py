@@ -143,17 +143,17 @@ def train_step(
     last micro-batch all-reduces the sums.
     """
     # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch, over all ranks. A mean of micro-batch means would give tokens of small micro-batches
-    # more weight.
+    # batch, which every rank counts by itself. A mean of micro-batch means would give tokens of
+    # small micro-batches more weight.
     # DDP averages gradients over the ranks, so multiply by their number to get a sum. (AdamW would
-    # hide it if they were too small: its updates do not depend on their scale. The norm shows it.)
+    # hide a missing factor: its updates hardly depend on gradients' scale. The norm shows it.)
     scale = dist.get_world_size() / batch.num_targets
     total_loss = torch.zeros((), device=device)
     for i, micro_batch in enumerate(batch.micro_batches):
         last = i == len(batch.micro_batches) - 1
-        # NOTE: off by one here, and each rank adds gradients of its own to the averaged ones. The
-        # replicas drift apart, without an error. The forward is inside too, because DDP decides in
-        # it whether to sync.
+        # NOTE: with a `last` that is one micro-batch early, each rank would add its own gradients
+        # to the averaged ones. The replicas would drift apart, without an error. The forward is
+        # inside too, because DDP decides in it whether to sync.
         with contextlib.nullcontext() if last else model.no_sync():
             loss = model(**common.to_device(micro_batch, device))
             (loss * scale).backward()  # all-reduces if gradients sync
@@ -163,8 +163,8 @@ def train_step(
     # All ranks have the same gradients now, so each computes the same norm without communication.
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
 
-    # `.item()` waits for the GPU. Wait here and not after the update, because values that are not
-    # finite must not reach the weights.
+    # `.item()` waits for the GPU. Do it here, not after the update, because non-finite values must
+    # not reach the weights.
     measured = {"loss": total_loss.item() / batch.num_targets, "grad_norm": norm.item()}
     refuse_non_finite(step, **measured)
     measured["learning_rate"] = learning_rate_at(step, config)
@@ -284,12 +284,12 @@ def main() -> partial | None:
 
     device = init_process_group(config)
     model = build_model(model_config, config)
-    # The default learning rate goes by the number of parameters. (GPT-3 has 6e-4 for 125M, Llama 2
-    # 3e-4 for 7B.) Such rates ruin pretrained weights, so with --init_from it is a tenth.
+    # The default learning rate depends on the number of parameters. (GPT-3 has 6e-4 for 125M, Llama
+    # 2 3e-4 for 7B.) Such rates ruin pretrained weights, so --init_from uses a tenth.
     default = 3e-3 if model.num_parameters() < 10_000_000 else 3e-4
     set_learning_rates(config, default / 10 if config.init_from else default)
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
-    # Find out before the model takes memory and time whether this run may start.
+    # Check whether this run may start before the model takes memory and time.
     checkpoints = common.Checkpoints(config, run.directory, run.facts, run.save_files, device)
     checkpoint, progress = checkpoints.find(config.resume)
     model = parallelize(model, config, device)
@@ -304,7 +304,7 @@ def main() -> partial | None:
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]
-    # Data-parallel ranks get the micro-batches of a global batch in turn.
+    # Data-parallel ranks get the micro-batches of a global batch round-robin.
     batches = training.stream(tokens, accumulation, rank, ranks)
     if run.unvalidated:  # a signal has stopped the validation of this step
         loss = evaluate(model, validation, run)
@@ -319,8 +319,8 @@ def main() -> partial | None:
         if step == 1:
             refuse_untrained(model, optimizer)  # a collective
         tokens += batch.num_targets
-        # A signal only raises `stop_signals`, so that the step ends first. `max_over_ranks` returns
-        # whether any rank got one, and the longest wait for data.
+        # A signal only increments `stop_signals`, so that the step ends first. `max_over_ranks`
+        # returns the longest wait for data, and whether any rank got a signal.
         data_seconds, run.stopping = max_over_ranks(data_seconds, run.stop_signals)
         run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:

@@ -8,8 +8,8 @@ FSDP1 flattens the parameters of each block into one tensor, and each rank holds
 
 Memory per rank, with N ranks: 1/N of the fp32 parameters, gradients and AdamW moments, 16/N bytes
 per parameter. On top come the full parameters of the block that computes, of the next one, whose
-all-gather overlaps, and of the root (what is outside the blocks). In backward also the full
-gradients of a block.
+all-gather overlaps, and of the root (last norm, head and a tied embedding). In backward also the
+full gradients of a block.
 
 Communication volume per micro-batch, with P the bytes of the parameters in compute precision and G
 the bytes of the fp32 gradients: each block's parameters are all-gathered for its forward and again
@@ -129,7 +129,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     - Before backward, another all-gather makes it full again. After backward, a reduce-scatter
       leaves each rank the averaged gradient of its shard, and the full tensors are freed.
 
-    On GPUs this communication runs on streams of its own and overlaps with compute.
+    On GPUs this communication runs on its own streams and overlaps with compute.
     """
     blocks = list(transformer_blocks(model))
     # Recomputation wraps a block's forward, and FSDP's hooks run around it. So a forward that is
@@ -187,8 +187,8 @@ def train_step(
     """Run one optimizer step; returns the mean loss of the global batch and the gradient norm.
 
     `model(**micro_batch)` returns the cross entropy summed over the micro-batch's target tokens
-    (`forward_with_loss` in model.py). It uses weights inside the root's forward only. Elsewhere
-    they are sharded.
+    (`forward_with_loss` in model.py). The root's forward computes it, because only there is the
+    head's weight sure to be full.
 
     FSDP reduce-scatters the gradients of every micro-batch, overlapped with its backward, so a rank
     accumulates only its shards. With `--reduce_every_micro_batch false` it accumulates full
@@ -196,10 +196,10 @@ def train_step(
     needs memory for a full set of gradients.
     """
     # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch, over all ranks. A mean of micro-batch means would give tokens of small micro-batches
-    # more weight.
+    # batch, which every rank counts by itself. A mean of micro-batch means would give tokens of
+    # small micro-batches more weight.
     # FSDP averages gradients over the ranks, so multiply by their number to get a sum. (AdamW would
-    # hide it if they were too small: its updates do not depend on their scale. The norm shows it.)
+    # hide a missing factor: its updates hardly depend on gradients' scale. The norm shows it.)
     scale = dist.get_world_size() / batch.num_targets
     # NOTE: under no_sync FSDP1 accumulates unsharded gradients in the compute precision. bf16 would
     # lose small ones, so reduce every micro-batch then, into fp32 shards.
@@ -207,8 +207,8 @@ def train_step(
     total_loss = torch.zeros((), device=device)
     for i, micro_batch in enumerate(batch.micro_batches):
         last = i == len(batch.micro_batches) - 1
-        # NOTE: off by one here with --reduce_every_micro_batch false, and a step lacks gradients,
-        # without an error.
+        # NOTE: with --reduce_every_micro_batch false, a step would lack gradients if `last` came
+        # one micro-batch early, without an error.
         with contextlib.nullcontext() if last or reduce_every else model.no_sync():
             loss = model(**common.to_device(micro_batch, device))  # all-gathers
             (loss * scale).backward()  # all-gathers, and reduce-scatters if gradients sync
@@ -219,8 +219,8 @@ def train_step(
     # the squares of all ranks: one all-reduce, so call it on every rank.
     norm = model.clip_grad_norm_(config.grad_clip or math.inf)
 
-    # `.item()` waits for the GPU. Wait here and not after the update, because values that are not
-    # finite must not reach the weights.
+    # `.item()` waits for the GPU. Do it here, not after the update, because non-finite values must
+    # not reach the weights.
     measured = {"loss": total_loss.item() / batch.num_targets, "grad_norm": norm.item()}
     refuse_non_finite(step, **measured)
     measured["learning_rate"] = learning_rate_at(step, config)
@@ -239,8 +239,8 @@ def evaluate(model: FullyShardedDataParallel, validation: common.Batches, run: R
     """
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, target tokens
     model.eval()
-    # Forward all-gathers, and a rank with one micro-batch more would wait for the others in vain.
-    # So each rank gets equally many.
+    # Forward all-gathers, so a rank with one more micro-batch would hang, waiting for the others.
+    # All ranks get equally many.
     for micro_batch in validation.evaluation(dist.get_rank(), dist.get_world_size()):
         micro_batch = common.to_device(micro_batch, run.device)
         total[0] += model(**micro_batch)
@@ -309,13 +309,13 @@ def main() -> partial | None:
 
     device = init_process_group(config)
     model = build_model(model_config, config)
-    # Count parameters and FLOPs before the model is sharded. The default learning rate goes by the
-    # number of parameters. (GPT-3 has 6e-4 for 125M, Llama 2 3e-4 for 7B.) Such rates ruin
-    # pretrained weights, so with --init_from it is a tenth.
+    # Count parameters and FLOPs before the model is sharded. The default learning rate depends on
+    # the number of parameters. (GPT-3 has 6e-4 for 125M, Llama 2 3e-4 for 7B.) Such rates ruin
+    # pretrained weights, so --init_from uses a tenth.
     default = 3e-3 if model.num_parameters() < 10_000_000 else 3e-4
     set_learning_rates(config, default / 10 if config.init_from else default)
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
-    # Find out before the model takes memory and time whether this run may start.
+    # Check whether this run may start before the model takes memory and time.
     checkpoints = common.Checkpoints(config, run.directory, run.facts, run.save_files, device)
     checkpoint, progress = checkpoints.find(config.resume)
     decayed = weight_decay_names(model)  # before FSDP1 flattens parameters to one dimension
@@ -332,7 +332,7 @@ def main() -> partial | None:
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]
-    # Data-parallel ranks get the micro-batches of a global batch in turn.
+    # Data-parallel ranks get the micro-batches of a global batch round-robin.
     batches = training.stream(tokens, accumulation, rank, ranks)
     if run.unvalidated:  # a signal has stopped the validation of this step
         loss = evaluate(model, validation, run)
@@ -347,8 +347,8 @@ def main() -> partial | None:
         if step == 1:
             refuse_untrained(model, optimizer)  # a collective
         tokens += batch.num_targets
-        # A signal only raises `stop_signals`, so that the step ends first. `max_over_ranks` returns
-        # whether any rank got one, and the longest wait for data.
+        # A signal only increments `stop_signals`, so that the step ends first. `max_over_ranks`
+        # returns the longest wait for data, and whether any rank got a signal.
         data_seconds, run.stopping = max_over_ranks(data_seconds, run.stop_signals)
         run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:

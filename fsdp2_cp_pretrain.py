@@ -7,22 +7,22 @@ When to use it: the activations of one sequence do not fit on one GPU, as with l
 Each rank of a CP group has 1/C of each sequence. Norms and feed-forward treat each token alone, so
 only attention needs the other ranks' tokens. `--context_attention` chooses how ranks exchange them:
 
-- `ulysses` (DeepSpeed-Ulysses, arXiv 2309.14509): an all-to-all before attention turns a part of
-  the sequence with all heads into the full sequence with 1/C of the heads, and one after it turns
-  them back. C has to divide the heads.
+- `ulysses` (DeepSpeed-Ulysses, arXiv 2309.14509): all-to-alls before attention turn a part of the
+  sequence with all heads into the full sequence with 1/C of the heads, and one after it turns the
+  outputs back. C has to divide the heads.
 - `ring` (Ring Attention, arXiv 2310.01889): keys and values travel from rank to rank, while each
   rank attends with its own queries. Any number of heads will do, and the transfers overlap with
   compute. Each rank has an early and a late chunk of each sequence, so that causal attention is the
   same work for all (as in Llama 3, arXiv 2407.21783, which all-gathers keys and values instead).
 
 FSDP2 turns the parameters into DTensors, sharded over all ranks. A DTensor is a tensor that is
-spread over ranks. Its `shape` is the shape of the full tensor, but each rank holds only a shard,
-`to_local()`. FSDP2 shards each parameter along dimension 0.
+spread over ranks. Its `shape` is the shape of the full tensor, and `to_local()` is this rank's part
+of it, for a parameter its shard. FSDP2 shards each parameter along dimension 0.
 
 Memory per rank, with N ranks in all: 1/N of the fp32 parameters, gradients and AdamW moments, 16/N
-bytes per parameter. On top come the full parameters of one or two blocks and of the root (what is
-outside the blocks), in backward also their full gradients, and the activations of 1/C of each
-sequence.
+bytes per parameter. On top come the full parameters of one or two blocks and of the root (last
+norm, head and a tied embedding), in backward also their full gradients. Of each sequence, a rank
+keeps 1/C of the activations.
 
 Communication volume inside each block, with Q and K the bytes of the queries and of the keys of a
 micro-batch:
@@ -187,7 +187,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     - Before backward, another all-gather makes them full again. After backward, one reduce-scatter
       leaves each rank the averaged gradient of its shard, and the full tensors are freed.
 
-    On GPUs this communication runs on streams of its own and overlaps with compute. In forward, the
+    On GPUs this communication runs on its own streams and overlaps with compute. In forward, the
     CPU runs ahead and starts the next block's all-gather while the GPU still computes this block.
     In backward, the hook before a block's backward also starts the all-gather of the preceding
     block, whose backward comes next.
@@ -198,13 +198,13 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     attention = ring_attention if config.context_attention == "ring" else ulysses_attention
     # NOTE: under the name "sdpa", transformers would build a mask where this rank's positions are
     # not consecutive: with padding, in packed batches, and with the ring's two chunks. Under a name
-    # that it does not know it builds none.
+    # without a mask function it builds none.
     AttentionInterface.register("context_parallel", partial(attention, group))
     model.set_attn_implementation("context_parallel")
     blocks = transformer_blocks(model)
-    # Recomputation wraps a block's forward, and FSDP's hooks run around it. So a forward that is
-    # recomputed uses the parameters that were gathered for backward. The compiler takes the whole
-    # call of a block, recomputation too, but leaves FSDP's hooks as they are.
+    # Recomputation replaces a block's `forward`. FSDP's hooks run around `forward`, so a recomputed
+    # forward uses the parameters that were gathered for backward. The compiler takes the block's
+    # whole call, recomputation included, but leaves FSDP's hooks as they are.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
@@ -215,7 +215,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         # Shards and optimizer state stay fp32. Parameters are cast to bf16 before they are
         # gathered, so blocks compute in bf16 and their full gradients are bf16. These are cast to
         # fp32 before they are reduced. FSDP would also cast the inputs of each unit. Leave them,
-        # because some are fp32 for a reason, such as rotary embeddings.
+        # because some types (OLMo 2) pass rotary embeddings in fp32 on purpose.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -400,7 +400,8 @@ class RingAttention(torch.autograd.Function):
                 key,
                 value,
                 output[:, :, own],
-                # NOTE: the CUDA kernel ignores strides. It would silently read other values.
+                # NOTE: the CUDA kernel ignores the strides of this one, and would silently read
+                # other values.
                 log_sums[:, :, own].contiguous(),
             ]
             of_query, *of_heads = flash_attention_backward(tensors, causal, ctx.scale)
@@ -434,8 +435,8 @@ def pass_on(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 def visible(turn: int, group: dist.ProcessGroup, length: int) -> tuple[slice, slice, bool]:
     """Return which own queries see which keys in a turn, and whether that needs a causal mask.
 
-    Each rank has an early and a late chunk of the sequence. In the first turn its queries see its
-    own keys, and in each later turn half of all query-key pairs.
+    Each rank has an early and a late chunk of the sequence. In the first turn it attends to its own
+    keys. Each later turn has half of all query-key pairs.
     """
     everything = slice(None)
     if turn == 0:
@@ -475,7 +476,7 @@ def train_step(
 
     `model(**part)` returns the cross entropy summed over the target tokens of this rank's part of
     each sequence (`forward_with_loss` in model.py). The root's forward computes it, because only
-    there the head's weight is sure to be full.
+    there is the head's weight sure to be full.
 
     FSDP reduce-scatters the gradients of every micro-batch, overlapped with its backward, so a rank
     accumulates only its shards. With `--reduce_every_micro_batch false` it casts each micro-batch's
@@ -483,18 +484,18 @@ def train_step(
     That saves communication but needs memory for a full set of gradients.
     """
     # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch, over all ranks. A mean of micro-batch means would give tokens of small micro-batches
-    # more weight.
+    # batch, which every rank counts by itself. A mean of micro-batch means would give tokens of
+    # small micro-batches more weight.
     # FSDP averages gradients over the ranks, so multiply by their number to get a sum. (AdamW would
-    # hide it if they were too small: its updates do not depend on their scale. The norm shows it.)
+    # hide a missing factor: its updates hardly depend on gradients' scale. The norm shows it.)
     # NOTE: count all ranks, not CP groups. Each rank has the loss of its own tokens only.
     scale = dist.get_world_size() / batch.num_targets
     total_loss = torch.zeros((), device=device)
     for i, micro_batch in enumerate(batch.micro_batches):
         last = i == len(batch.micro_batches) - 1
         # The setters reach all units in the model.
-        # NOTE: if `last` were one too early with --reduce_every_micro_batch false, the last full
-        # gradients would stay in FSDP, where `zero_grad` does not reach them. The next step would
+        # NOTE: with --reduce_every_micro_batch false, a `last` that is one micro-batch early would
+        # leave full gradients in FSDP, where `zero_grad` does not reach them. The next step would
         # add them, without an error.
         model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
         # With --reshard_after_forward false, parameters stay full from the first micro-batch's
@@ -509,10 +510,10 @@ def train_step(
     # Each rank sums the squares of its shards, and one all-reduce adds up the sums. So call it on
     # every rank. If the norm exceeds --grad_clip, all gradients are scaled down to it.
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-    norm = norm.full_tensor()  # unwraps the DTensor; each rank has the norm already
+    norm = norm.full_tensor()  # unwraps a replicated DTensor: each rank has the norm already
 
-    # `.item()` waits for the GPU. Wait here and not after the update, because values that are not
-    # finite must not reach the weights.
+    # `.item()` waits for the GPU. Do it here, not after the update, because non-finite values must
+    # not reach the weights.
     measured = {"loss": total_loss.item() / batch.num_targets, "grad_norm": norm.item()}
     refuse_non_finite(step, **measured)
     measured["learning_rate"] = learning_rate_at(step, config)
@@ -531,8 +532,8 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
     """
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, target tokens
     model.eval()
-    # Forward all-gathers, and a rank with one micro-batch more would wait for the others in vain.
-    # So each rank gets equally many.
+    # Forward all-gathers, so a rank with one more micro-batch would hang, waiting for the others.
+    # All ranks get equally many.
     for micro_batch in validation.evaluation(*dp_rank_and_size(run.config)):
         micro_batch = local_micro_batch(micro_batch, run.config, run.device)
         total[0] += model(**micro_batch)
@@ -604,13 +605,13 @@ def main() -> partial | None:
 
     device = init_process_group(config)
     model = build_model(model_config, config)
-    # Count parameters and FLOPs before the model is sharded. The default learning rate goes by the
-    # number of parameters. (GPT-3 has 6e-4 for 125M, Llama 2 3e-4 for 7B.) Such rates ruin
-    # pretrained weights, so with --init_from it is a tenth.
+    # Count parameters and FLOPs before the model is sharded. The default learning rate depends on
+    # the number of parameters. (GPT-3 has 6e-4 for 125M, Llama 2 3e-4 for 7B.) Such rates ruin
+    # pretrained weights, so --init_from uses a tenth.
     default = 3e-3 if model.num_parameters() < 10_000_000 else 3e-4
     set_learning_rates(config, default / 10 if config.init_from else default)
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
-    # Find out before the model takes memory and time whether this run may start.
+    # Check whether this run may start before the model takes memory and time.
     checkpoints = common.Checkpoints(config, run.directory, run.facts, run.save_files, device)
     checkpoint, progress = checkpoints.find(config.resume)
     model = parallelize(model, config, device)
@@ -627,7 +628,7 @@ def main() -> partial | None:
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]
-    # Data-parallel ranks get the micro-batches of a global batch in turn.
+    # Data-parallel ranks get the micro-batches of a global batch round-robin.
     batches = training.stream(tokens, accumulation, dp_rank, dp_size)
     if run.unvalidated:  # a signal has stopped the validation of this step
         loss = evaluate(model, validation, run)
@@ -642,8 +643,8 @@ def main() -> partial | None:
         if step == 1:
             refuse_untrained(model, optimizer)  # a collective
         tokens += batch.num_targets
-        # A signal only raises `stop_signals`, so that the step ends first. `max_over_ranks` returns
-        # whether any rank got one, and the longest wait for data.
+        # A signal only increments `stop_signals`, so that the step ends first. `max_over_ranks`
+        # returns the longest wait for data, and whether any rank got a signal.
         data_seconds, run.stopping = max_over_ranks(data_seconds, run.stop_signals)
         run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:

@@ -10,13 +10,13 @@ Here each rank of an EP group has some experts, and tokens travel to them. Keep 
 inside one node.
 
 FSDP2 shards these experts and all other parameters, and turns them into DTensors. A DTensor is a
-tensor that is spread over ranks. Its `shape` is the shape of the full tensor, but each rank holds
-only a shard, `to_local()`.
+tensor that is spread over ranks. Its `shape` is the shape of the full tensor, and `to_local()` is
+this rank's part of it, for a parameter its shard.
 
 Memory per rank, with N ranks in groups of E: 1/N of the fp32 parameters, gradients and AdamW
 moments, 16/N bytes per parameter. On top come the full parameters of one or two blocks, with only
-1/E of their experts, and of the root (what is outside the blocks), in backward also their full
-gradients.
+1/E of their experts, and of the root (last norm, head and a tied embedding), in backward also their
+full gradients.
 
 Communication volume inside a block, with A the bytes of [tokens, hidden size] and t experts for
 each token: all-to-alls of 4tA(E-1)/E in forward plus backward, or 6tA(E-1)/E with full activation
@@ -26,9 +26,10 @@ rank also needs the most memory, so the routers have to be balanced.
 Communication volume per micro-batch, with P the bytes of all parameters except experts and X the
 bytes of a rank's experts, both in compute precision: each block's parameters are all-gathered for
 its forward and again for its backward, at most 2P(N-1)/N + 2X(N-E)/N in all, and its fp32 gradients
-are reduce-scattered, half as much in fp32 and equally much in bf16. In forward, the CPU waits for
-the token counts in each block. Before that, the block issues the all-gathers of its experts and of
-the next block, so that they overlap with compute.
+are reduce-scattered, half as much in fp32 and equally much in bf16. In forward, and when backward
+recomputes a block, the CPU waits for the token counts. Before that, a forward issues the
+all-gathers of the block's experts and of the next block, so that they overlap with compute. So do
+the reduce-scatters.
 
 GShard (arXiv 2006.16668) introduced expert parallelism. It drops the tokens that exceed an expert's
 capacity, and so does Switch Transformer (arXiv 2101.03961). Nothing is dropped here, as in
@@ -179,16 +180,16 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
       leaves each rank the gradient of its shard, here summed over the ranks, and the full tensors
       are freed.
 
-    On GPUs this communication runs on streams of its own and overlaps with compute. In forward,
-    each block also starts the all-gathers of its experts and of the next block. In backward, the
-    hook before a unit's backward also starts the all-gather of the unit whose backward comes next.
+    On GPUs this communication runs on its own streams and overlaps with compute. In forward, each
+    block also starts the all-gathers of its experts and of the next block. In backward, the hook
+    before a unit's backward also starts the all-gather of the unit whose backward comes next.
 
     The experts of a block are a unit of their own, which FSDP shards over the ranks that have the
     same experts. All other parameters are sharded over all ranks.
     """
     check_model(model, config)
     blocks = transformer_blocks(model)
-    # Recomputation wraps a block's forward. The block's FSDP hooks run around it, its experts'
+    # Recomputation replaces a block's `forward`. The block's FSDP hooks run around it, its experts'
     # hooks inside. A recomputed forward uses the parameters that were gathered for backward. The
     # compiler takes the call of a block, but leaves FSDP's hooks and `dispatch` as they are.
     checkpoint_activations(blocks, config.activation_checkpointing)
@@ -209,7 +210,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         # Shards and optimizer state stay fp32. Parameters are cast to bf16 before they are
         # gathered, so blocks compute in bf16 and their full gradients are bf16. These are cast to
         # fp32 before they are reduced. FSDP would also cast the inputs of each unit. Leave them,
-        # because some are fp32 for a reason, such as rotary embeddings.
+        # because some types (OLMo 2) pass rotary embeddings in fp32 on purpose.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -417,9 +418,9 @@ def train_step(
     """Run one optimizer step; returns its mean loss, gradient norm and expert load.
 
     `model(**micro_batch)` returns the cross entropy summed over the micro-batch's target tokens
-    (`forward_with_loss` in model.py). The root's forward computes it, because only there the head's
-    weight is sure to be full. It takes the target tokens in chunks, so that all logits never exist
-    at once, and sums in fp32.
+    (`forward_with_loss` in model.py). The root's forward computes it, because only there is the
+    head's weight sure to be full. It takes the target tokens in chunks, so that the full logits
+    never exist at once, and sums in fp32.
 
     FSDP reduce-scatters the gradients of every micro-batch, overlapped with its backward, so a rank
     accumulates only its shards. With `--reduce_every_micro_batch false` FSDP accumulates full
@@ -431,8 +432,8 @@ def train_step(
     # How many target tokens of this rank choose each expert.
     counts = torch.zeros(len(layers), num_experts, dtype=torch.int64, device=device)
     # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch, over all ranks. A mean of micro-batch means would give tokens of small micro-batches
-    # more weight.
+    # batch, which every rank counts by itself. A mean of micro-batch means would give tokens of
+    # small micro-batches more weight.
     # NOTE: here FSDP adds gradients over ranks and does not average them. An expert's gradient
     # already covers the tokens of its EP group, so FSDP adds N/E gradients for experts, and N for
     # the other parameters. Averages would weight experts E times too much. AdamW hides that, but
@@ -442,8 +443,8 @@ def train_step(
     for i, micro_batch in enumerate(batch.micro_batches):
         last = i == len(batch.micro_batches) - 1
         # The setters reach all units in the model.
-        # NOTE: if `last` were one too early with --reduce_every_micro_batch false, the last full
-        # gradients would stay in FSDP, where `zero_grad` does not reach them. The next step would
+        # NOTE: with --reduce_every_micro_batch false, a `last` that is one micro-batch early would
+        # leave full gradients in FSDP, where `zero_grad` does not reach them. The next step would
         # add them, without an error.
         model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
         # With --reshard_after_forward false, parameters stay full from the first micro-batch's
@@ -468,8 +469,8 @@ def train_step(
     for gradient in gradients:
         gradient *= factor
 
-    # `.item()` waits for the GPU. Wait here and not after the update, because values that are not
-    # finite must not reach the weights.
+    # `.item()` waits for the GPU. Do it here, not after the update, because non-finite values must
+    # not reach the weights.
     measured = {"loss": total_loss.item() / batch.num_targets, "grad_norm": norm.item()}
     refuse_non_finite(step, **measured)
     # Update the routers' biases, which have no gradients.
@@ -490,8 +491,8 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
     """
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, target tokens
     model.eval()
-    # Forward all-gathers, and a rank with one micro-batch more would wait for the others in vain.
-    # So each rank gets equally many.
+    # Forward all-gathers, so a rank with one more micro-batch would hang, waiting for the others.
+    # All ranks get equally many.
     for micro_batch in validation.evaluation(dist.get_rank(), dist.get_world_size()):
         micro_batch = common.to_device(micro_batch, run.device)
         total[0] += model(**micro_batch)
@@ -562,13 +563,13 @@ def main() -> partial | None:
 
     device = init_process_group(config)
     model = build_model(model_config, config)
-    # Count parameters and FLOPs before the model is sharded. The default learning rate goes by the
-    # number of parameters. (GPT-3 has 6e-4 for 125M, Llama 2 3e-4 for 7B.) Such rates ruin
-    # pretrained weights, so with --init_from it is a tenth.
+    # Count parameters and FLOPs before the model is sharded. The default learning rate depends on
+    # the number of parameters. (GPT-3 has 6e-4 for 125M, Llama 2 3e-4 for 7B.) Such rates ruin
+    # pretrained weights, so --init_from uses a tenth.
     default = 3e-3 if model.num_parameters() < 10_000_000 else 3e-4
     set_learning_rates(config, default / 10 if config.init_from else default)
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
-    # Find out before the model takes memory and time whether this run may start.
+    # Check whether this run may start before the model takes memory and time.
     checkpoints = common.Checkpoints(config, run.directory, run.facts, run.save_files, device)
     checkpoint, progress = checkpoints.find(config.resume)
     model = parallelize(model, config, device)
@@ -585,7 +586,7 @@ def main() -> partial | None:
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]
-    # Data-parallel ranks get the micro-batches of a global batch in turn.
+    # Data-parallel ranks get the micro-batches of a global batch round-robin.
     batches = training.stream(tokens, accumulation, rank, ranks)
     if run.unvalidated:  # a signal has stopped the validation of this step
         loss = evaluate(model, validation, run)
@@ -600,8 +601,8 @@ def main() -> partial | None:
         if step == 1:
             refuse_untrained(model, optimizer)  # a collective
         tokens += batch.num_targets
-        # A signal only raises `stop_signals`, so that the step ends first. `max_over_ranks` returns
-        # whether any rank got one, and the longest wait for data.
+        # A signal only increments `stop_signals`, so that the step ends first. `max_over_ranks`
+        # returns the longest wait for data, and whether any rank got a signal.
         data_seconds, run.stopping = max_over_ranks(data_seconds, run.stop_signals)
         run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:

@@ -17,15 +17,16 @@ With --teacher, the advantage is a larger model's log-probability of a token min
 (on-policy distillation). --teacher_weight adds this to the reward's advantage.
 
 FSDP2 shards the model: `fully_shard` turns each parameter into a DTensor, a tensor that is spread
-over ranks. Its `shape` is the shape of the full tensor, but each rank holds only a shard,
-`to_local()`. Each rank samples its answers with all parameters unsharded, and trains with shards.
+over ranks. Its `shape` is the shape of the full tensor, and `to_local()` is this rank's part of it,
+for a parameter its shard. Each rank samples its answers with all parameters unsharded, and trains
+with shards.
 
 Memory per rank, with N ranks: 1/N of the fp32 parameters, gradients and AdamW moments, 16/N bytes
 per parameter. While it trains, also the full parameters and gradients of one or two blocks and of
-the root (what is outside the blocks). While answers are sampled, the full parameters of the whole
-model, and the KV cache of --sample_prompts x --answers sequences: 2 x layers x key-value heads x
-head size elements per token. --reference_weight and --teacher each add another model: 1/N of its
-parameters in compute precision, and one or two full blocks and its root while it computes
+the root (last norm, head and a tied embedding). While answers are sampled, the full parameters of
+the whole model, and the KV cache of --sample_prompts x --answers sequences: 2 x layers x key-value
+heads x head size elements per token. --reference_weight and --teacher each add another model: 1/N
+of its parameters in compute precision, and one or two full blocks and its root while it computes
 log-probabilities.
 
 Communication volume per step, with P the bytes of the parameters in compute precision and G the
@@ -100,7 +101,7 @@ from run import (
     set_up_gpu,
 )
 
-NEXT_COMMAND = "README.md says how to train on a reward of your own"
+NEXT_COMMAND = "docs/rl.md says how to train on a reward of your own"
 
 
 # The shared flags, such as learning rate and batch sizes, are in run.py.
@@ -189,7 +190,9 @@ class Config(Flags):
         if self.teacher_weight and not self.teacher:
             common.refuse("--teacher_weight needs --teacher")
         if self.rewarded and self.answers == 1:
-            common.refuse("--answers 1 makes the rewards' advantages 0; use 2 or more")
+            common.refuse(
+                "--answers 1 makes the rewards' advantages 0; use 2 or more, or a teacher alone"
+            )
 
     @property
     def rewarded(self) -> bool:
@@ -362,15 +365,15 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     - Before backward, another all-gather makes them full again. After backward, one reduce-scatter
       leaves each rank the averaged gradient of its shard, and the full tensors are freed.
 
-    On GPUs this communication runs on streams of its own and overlaps with compute. In forward, the
+    On GPUs this communication runs on its own streams and overlaps with compute. In forward, the
     CPU runs ahead and starts the next block's all-gather while the GPU still computes this block.
     In backward, the hook before a block's backward also starts the all-gather of the preceding
     block, whose backward comes next.
     """
     blocks = transformer_blocks(model)
-    # Recomputation wraps a block's forward, and FSDP's hooks run around it. So a forward that is
-    # recomputed uses the parameters that were gathered for backward. The compiler takes the whole
-    # call of a block, recomputation too, but leaves FSDP's hooks as they are.
+    # Recomputation replaces a block's `forward`. FSDP's hooks run around `forward`, so a recomputed
+    # forward uses the parameters that were gathered for backward. The compiler takes the block's
+    # whole call, recomputation included, but leaves FSDP's hooks as they are.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
@@ -392,7 +395,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         # Shards and optimizer state stay fp32. Parameters are cast to bf16 before they are
         # gathered, so blocks compute in bf16 and their full gradients are bf16. These are cast to
         # fp32 before they are reduced. FSDP would also cast the inputs of each unit. Leave them,
-        # because some are fp32 for a reason, such as rotary embeddings.
+        # because some types (OLMo 2) pass rotary embeddings in fp32 on purpose.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -438,7 +441,7 @@ def unsharded_parameters(model: nn.Module, config: Config) -> Iterator[None]:
     attention = model.config._attn_implementation
     if config.batching == "packed":
         model.set_attn_implementation("sdpa")  # the prompts' padding needs a mask
-    # Run in eager mode: each token makes sequences longer, and new lengths could compile again.
+    # Run in eager mode: each token makes sequences longer, and a new length could compile again.
     with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         yield
     model.set_attn_implementation(attention)
@@ -454,7 +457,7 @@ def load_frozen(directory: str, run: Run) -> nn.Module:
     Its shards are kept in compute precision, because no optimizer needs them in fp32.
     """
     config = replace(run.config, model=directory)
-    # Its vocabulary must cover the model's padding ids, too, which may be sampled.
+    # The vocabulary must cover the trained model's padding ids, too, because they may be sampled.
     model = build_policy(build_config(config, run.model_config.vocab_size, None), config)
     if config.precision != "fp32":
         # NOTE: not model.bfloat16(), which would round buffers, too, such as rotary frequencies.
@@ -488,8 +491,8 @@ def train_step(
     """Run --inner_steps optimizer steps on a step's answers; returns what the last one measured.
 
     `model(**micro_batch)` returns the log-probabilities of the micro-batch's target tokens
-    (`forward_with_log_probs`). The root's forward computes them, because only there the head's
-    weight is sure to be full. `policy_loss` sums the loss.
+    (`forward_with_log_probs`). The root's forward computes them, because only there is the head's
+    weight sure to be full. `policy_loss` sums the loss.
 
     FSDP reduce-scatters the gradients of every micro-batch, overlapped with its backward, so a rank
     accumulates only its shards. With `--reduce_every_micro_batch false` it casts each micro-batch's
@@ -498,21 +501,22 @@ def train_step(
     """
     old_log_probs = []  # of each micro-batch, from the model at the start of the step
     # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch, over all ranks. A mean of micro-batch means would give tokens of small micro-batches
-    # more weight.
+    # batch, which every rank counts by itself. A mean of micro-batch means would give tokens of
+    # small micro-batches more weight.
     # FSDP averages gradients over the ranks, so multiply by their number to get a sum. (AdamW would
-    # hide it if they were too small: its updates do not depend on their scale. The norm shows it.)
+    # hide a missing factor: its updates hardly depend on gradients' scale. The norm shows it.)
     scale = dist.get_world_size() / batch.num_targets
     for inner_step in range(config.inner_steps):
         total = 0
         for i, micro_batch in enumerate(batch.micro_batches):
             last = i == len(batch.micro_batches) - 1
             # The setters reach all units in the model.
-            # NOTE: if `last` were one too early with --reduce_every_micro_batch false, the last
-            # full gradients would stay in FSDP, where `zero_grad` does not reach them. The next
+            # NOTE: with --reduce_every_micro_batch false, a `last` that is one micro-batch early
+            # would leave full gradients in FSDP, where `zero_grad` does not reach them. The next
             # step would add them, without an error.
             model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
-            # HSDP only: accumulate shards of gradients, and all-reduce them across rows once.
+            # HSDP only: accumulate shards of gradients, and all-reduce them across rows once. (The
+            # call above sets this flag, too, so keep this order.)
             model.set_requires_all_reduce(last)
             # With --reshard_after_forward false, parameters stay full from the first micro-batch's
             # forward to the last one's backward, so only the first forward gathers them.
@@ -531,10 +535,10 @@ def train_step(
         # Each rank sums the squares of its shards, and one all-reduce adds up the sums. So call it
         # on every rank. If the norm exceeds --grad_clip, all gradients are scaled down to it.
         norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-        norm = norm.full_tensor()  # unwraps the DTensor; each rank has the norm already
+        norm = norm.full_tensor()  # unwraps a replicated DTensor: each rank has the norm already
 
-        # `.item()` waits for the GPU. Wait here and not after the update, because values that are
-        # not finite must not reach the weights.
+        # `.item()` waits for the GPU. Do it here, not after the update, because non-finite values
+        # must not reach the weights.
         measured = dict(zip(MEASURED, (total / batch.num_targets).tolist()))
         measured["grad_norm"] = norm.item()
         refuse_non_finite(step, measured["loss"], measured["grad_norm"])
@@ -968,8 +972,8 @@ def roll_out(model: nn.Module, documents: common.Sequences, step: int, run: Run)
         "sample_seconds": time.perf_counter() - started,
     }
     if config.rewarded:
-        # mixed: the fraction of prompts whose answers differ in reward. Other rewards' advantages
-        # are 0.
+        # mixed: the fraction of prompts whose answers differ in reward. For all other prompts, the
+        # advantages are 0.
         measured |= {"reward": rewards.mean(), "mixed": (np.ptp(rewards, 1) > 0).mean()}
     return batch, measured
 
@@ -1053,7 +1057,7 @@ def main() -> partial | None:
     run.facts["teacher_hash"] = config.teacher and weights_fingerprint(config.teacher)
     # A resumed run samples the same answers, and has the same reference and teacher.
     own = "prompts answers answer_length reference_weight teacher_weight teacher_hash"
-    # Find out before the model takes memory and time whether this run may start.
+    # Check whether this run may start before the model takes memory and time.
     checkpoints = common.Checkpoints(config, run.directory, run.facts, run.save_files, device)
     checkpoint, progress = checkpoints.find(config.resume, common.PLAN + own.split())
     model = parallelize(model, config, device)
@@ -1090,7 +1094,7 @@ def main() -> partial | None:
         if step == 1:
             refuse_untrained(model, optimizer)  # a collective
         tokens += batch.num_targets
-        # All ranks learn whether any of them got a signal to stop.
+        # `max_over_ranks` returns whether any rank got a signal to stop.
         [run.stopping] = max_over_ranks(run.stop_signals)
         aim = "reward" if config.rewarded else "teacher_kl"
         run.log_step(step, batch, started, 0.0, aim, tokens=tokens, **sampled, **measured)

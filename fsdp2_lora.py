@@ -12,13 +12,13 @@ no gradient, so FSDP2 only all-gathers them, and they need no optimizer state an
 (QLoRA).
 
 FSDP2 shards the model: `fully_shard` turns each parameter into a DTensor, a tensor that is spread
-over ranks. Its `shape` is the shape of the full tensor, but each rank holds only a shard,
-`to_local()`. FSDP2 shards each parameter along dimension 0.
+over ranks. Its `shape` is the shape of the full tensor, and `to_local()` is this rank's part of it,
+for a parameter its shard. FSDP2 shards each parameter along dimension 0.
 
 Memory per rank at rest is (w n₁ + 2 n₂ + 16 a) / N, with N ranks, n₁ base parameters in adapted
 layers (w bytes each: 4, 2 in bf16, 0.53 in NF4), n₂ other base parameters (2 bytes each, 4 in fp32)
-and a adapter parameters. Full fine-tuning needs 16 (n₁ + n₂) / N. On top come the full parameters
-of one or two blocks and of the root (what is outside the blocks).
+and a parameters of adapters. Full fine-tuning needs 16 (n₁ + n₂) / N. On top come the full
+parameters of one or two blocks and of the root (last norm, head and a tied embedding).
 
 Communication volume of a step with k micro-batches: (2k P + 4a)(N-1)/N, with P the bytes of base
 and adapters in an all-gather. Each micro-batch gathers them twice, because the gradients of
@@ -398,7 +398,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     - Before backward, another all-gather makes them full again. After backward, one reduce-scatter
       leaves each rank the averaged gradient of its shard, and the full tensors are freed.
 
-    On GPUs this communication runs on streams of its own and overlaps with compute. In forward, the
+    On GPUs this communication runs on its own streams and overlaps with compute. In forward, the
     CPU runs ahead and starts the next block's all-gather while the GPU still computes this block.
     In backward, the hook before a block's backward also starts the all-gather of the preceding
     block, whose backward comes next.
@@ -407,9 +407,9 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     parameters need the same dtype. Only trained parameters have gradients to reduce-scatter.
     """
     blocks = transformer_blocks(model)
-    # Recomputation wraps a block's forward, and FSDP's hooks run around it. So a forward that is
-    # recomputed uses the parameters that were gathered for backward. The compiler takes the whole
-    # call of a block, recomputation too, but leaves FSDP's hooks as they are.
+    # Recomputation replaces a block's `forward`. FSDP's hooks run around `forward`, so a recomputed
+    # forward uses the parameters that were gathered for backward. The compiler takes the block's
+    # whole call, recomputation included, but leaves FSDP's hooks as they are.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
@@ -429,8 +429,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     # Parameters are cast to one dtype before they are gathered, so blocks compute in it, whatever
     # the base's dtype. (FSDP casts no integers, so NF4 codes stay as they are.) The shards of the
     # adapters and the optimizer state stay fp32, and gradients are reduced in fp32. FSDP would also
-    # cast the inputs of each unit. Leave them, because some are fp32 for a reason, such as rotary
-    # embeddings.
+    # cast the inputs of each unit. Leave them, because some types (OLMo 2) pass rotary embeddings
+    # in fp32 on purpose.
     options = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(
@@ -508,29 +508,30 @@ def train_step(
     """Run one optimizer step; returns the mean loss of the global batch and the gradient norm.
 
     `model(**micro_batch)` returns the cross entropy summed over the micro-batch's target tokens
-    (`forward_with_loss` in model.py). The root's forward computes it, because only there the head's
-    weight is sure to be full. It takes the target tokens in chunks, so that all logits never exist
-    at once, and sums in fp32.
+    (`forward_with_loss` in model.py). The root's forward computes it, because only there is the
+    head's weight sure to be full. It takes the target tokens in chunks, so that the full logits
+    never exist at once, and sums in fp32.
 
     A rank accumulates full gradients of the adapters, which are small, and FSDP reduce-scatters
     them once, on the last micro-batch. With `--reduce_every_micro_batch true` FSDP reduce-scatters
     them in every micro-batch, so a rank accumulates only its shards.
     """
     # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch, over all ranks. A mean of micro-batch means would give tokens of small micro-batches
-    # more weight.
+    # batch, which every rank counts by itself. A mean of micro-batch means would give tokens of
+    # small micro-batches more weight.
     # FSDP averages gradients over the ranks, so multiply by their number to get a sum. (AdamW would
-    # hide it if they were too small: its updates do not depend on their scale. The norm shows it.)
+    # hide a missing factor: its updates hardly depend on gradients' scale. The norm shows it.)
     scale = dist.get_world_size() / batch.num_targets
     total_loss = torch.zeros((), device=device)
     for i, micro_batch in enumerate(batch.micro_batches):
         last = i == len(batch.micro_batches) - 1
         # The setters reach all units in the model.
-        # NOTE: if `last` were one too early with --reduce_every_micro_batch false, the last full
-        # gradients would stay in FSDP, where `zero_grad` does not reach them. The next step would
+        # NOTE: with --reduce_every_micro_batch false, a `last` that is one micro-batch early would
+        # leave full gradients in FSDP, where `zero_grad` does not reach them. The next step would
         # add them, without an error.
         model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
-        # HSDP only: accumulate shards of gradients, and all-reduce them across rows once.
+        # HSDP only: accumulate shards of gradients, and all-reduce them across rows once. (The call
+        # above sets this flag, too, so keep this order.)
         model.set_requires_all_reduce(last)
         # With --reshard_after_forward false, parameters stay full from the first micro-batch's
         # forward to the last one's backward, so only the first forward gathers them.
@@ -543,10 +544,10 @@ def train_step(
     # Each rank sums the squares of its shards, and one all-reduce adds up the sums. So call it on
     # every rank. If the norm exceeds --grad_clip, all gradients are scaled down to it.
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-    norm = norm.full_tensor()  # unwraps the DTensor; each rank has the norm already
+    norm = norm.full_tensor()  # unwraps a replicated DTensor: each rank has the norm already
 
-    # `.item()` waits for the GPU. Wait here and not after the update, because values that are not
-    # finite must not reach the weights.
+    # `.item()` waits for the GPU. Do it here, not after the update, because non-finite values must
+    # not reach the weights.
     measured = {"loss": total_loss.item() / batch.num_targets, "grad_norm": norm.item()}
     refuse_non_finite(step, **measured)
     measured["learning_rate"] = learning_rate_at(step, config)
@@ -565,8 +566,8 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
     """
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, target tokens
     model.eval()
-    # Forward all-gathers, and a rank with one micro-batch more would wait for the others in vain.
-    # So each rank gets equally many.
+    # Forward all-gathers, so a rank with one more micro-batch would hang, waiting for the others.
+    # All ranks get equally many.
     for micro_batch in validation.evaluation(dist.get_rank(), dist.get_world_size()):
         micro_batch = common.to_device(micro_batch, run.device)
         total[0] += model(**micro_batch)
@@ -705,7 +706,7 @@ def main() -> partial | None:
     set_learning_rates(config, default, ratio=10)  # a high rate ruins pretrained weights
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
     plan = [*common.PLAN, "base_precision", "rank", "alpha", "target"]
-    # Find out before the model takes memory and time whether this run may start.
+    # Check whether this run may start before the model takes memory and time.
     checkpoints = common.Checkpoints(config, run.directory, run.facts, run.save_files, device)
     checkpoint, progress = checkpoints.find(config.resume, plan)
     model = parallelize(model, config, device)
@@ -723,7 +724,7 @@ def main() -> partial | None:
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]
-    # Data-parallel ranks get the micro-batches of a global batch in turn.
+    # Data-parallel ranks get the micro-batches of a global batch round-robin.
     batches = training.stream(tokens, accumulation, rank, ranks)
     if run.unvalidated:  # a signal has stopped the validation of this step
         loss = evaluate(model, validation, run)
@@ -738,8 +739,8 @@ def main() -> partial | None:
         if step == 1:
             refuse_untrained(model, optimizer)  # a collective
         tokens += batch.num_targets
-        # A signal only raises `stop_signals`, so that the step ends first. `max_over_ranks` returns
-        # whether any rank got one, and the longest wait for data.
+        # A signal only increments `stop_signals`, so that the step ends first. `max_over_ranks`
+        # returns the longest wait for data, and whether any rank got a signal.
         data_seconds, run.stopping = max_over_ranks(data_seconds, run.stop_signals)
         run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:

@@ -8,8 +8,8 @@ the heads, PP by the micro-batches of a step, and data parallelism by the global
     world size = pipeline_parallel x dp_replicate x shards x context_parallel x tensor_parallel
 
 Every dimension may be 1. `shards` is the world size divided by the other dimensions. Neighboring
-ranks differ in the last dimension, and sit in the same node. So the last dimension is the one with
-the most exposed communication:
+ranks differ in the last dimension, and sit in the same node. So the dimensions are ordered by their
+exposed communication, from the last one, which has the most, to the first:
 - tensor: collectives inside each block, exposed. Keep the TP group inside a node.
 - context: all-to-alls around each attention, exposed. Inside a node too, if there is room.
 - shard: an all-gather of a stage's parameters per step, which overlaps, and a reduce-scatter.
@@ -89,7 +89,7 @@ from run import (
     set_up_gpu,
 )
 
-NEXT_COMMAND = "torchrun --standalone --nproc-per-node=2 fsdp2_sft.py --init_from {run_dir}"
+NEXT_COMMAND = "torchrun --standalone --nproc-per-node=2 fsdp2_muon_pretrain.py"
 
 
 # The shared flags, such as learning rate and batch sizes, are in run.py.
@@ -288,8 +288,8 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     """
     check_model(model, config)
     blocks = transformer_blocks(model)
-    # Recomputation wraps a block's forward. TP's hooks are on the layers inside, and FSDP's hooks
-    # run around it. So `full` repeats TP's collectives, but not FSDP's.
+    # Recomputation replaces a block's `forward`. TP's hooks are on the layers inside, and FSDP's
+    # hooks run around it. So `full` repeats TP's collectives, but not FSDP's.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
@@ -305,7 +305,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         # Shards and optimizer state stay fp32. Parameters are cast to bf16 before they are
         # gathered, so blocks compute in bf16 and their full gradients are bf16. These are cast to
         # fp32 before they are reduced. FSDP would also cast the inputs of each unit. Leave them,
-        # because some are fp32 for a reason, such as rotary embeddings.
+        # because some types (OLMo 2) pass rotary embeddings in fp32 on purpose.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -335,7 +335,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         # One block at a time, so that a rank never holds more than one full block.
         initialize(model, block.modules(), config.seed, device)
         if config.tensor_parallel > 1:
-            tensor_parallel(block, parallelize_plan=BLOCK_PLAN)  # FSDP shards the TP shards
+            tensor_parallel(block, parallelize_plan=BLOCK_PLAN)  # before FSDP, which shards these
         fully_shard(block, **options)
     fully_shard(model.stage.submod, **options)
     return model
@@ -563,8 +563,8 @@ def train_step(
     alternates one forward and one backward of an earlier micro-batch.
     """
     # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch, over all ranks. A mean of micro-batch means would give tokens of small micro-batches
-    # more weight.
+    # batch, which every rank counts by itself. A mean of micro-batch means would give tokens of
+    # small micro-batches more weight.
     # FSDP averages gradients over all ranks with the same part of the layers, so multiply by their
     # number to get a sum.
     _, dp_size = dp_rank_and_size(config)
@@ -608,7 +608,8 @@ def train_step(
         # The first stage counts the tied embedding.
         embedding = model.get_input_embeddings().weight
         counted = [parameter for parameter in parameters if parameter is not embedding]
-    # One all-reduce over the ranks of a stage (of a replica). All of them get its norm.
+    # One all-reduce over the ranks of this stage (of one replica). All of them get the stage's
+    # norm.
     stage_norm = nn.utils.get_total_norm([parameter.grad for parameter in counted]).full_tensor()
     squared_norm = stage_norm**2
     dist.all_reduce(squared_norm)  # over all ranks, so each rank of a stage adds the same value
@@ -616,8 +617,8 @@ def train_step(
     norm = (squared_norm / stage_size).sqrt()
     nn.utils.clip_grads_with_norm_(parameters, config.grad_clip or math.inf, norm)
 
-    # `.item()` waits for the GPU. Wait here and not after the update, because values that are not
-    # finite must not reach the weights.
+    # `.item()` waits for the GPU. Do it here, not after the update, because non-finite values must
+    # not reach the weights.
     measured = {"loss": total_loss.item() / batch.num_targets, "grad_norm": norm.item()}
     refuse_non_finite(step, **measured)
     measured["learning_rate"] = learning_rate_at(step, config)
@@ -646,8 +647,8 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
     # hidden states. So a schedule of one micro-batch at a time fills the pipeline too.
     schedule = ScheduleGPipe(model.stage, 1, add_loss)
     model.eval()
-    # Forward all-gathers, and a rank with one micro-batch more would wait for the others in vain.
-    # So each rank gets equally many.
+    # Forward all-gathers, so a rank with one more micro-batch would hang, waiting for the others.
+    # All ranks get equally many.
     for i, micro_batch in enumerate(validation.evaluation(*dp_rank_and_size(run.config))):
         micro_batch = local_micro_batch(micro_batch, run.config, run.device)
         model.stage.submod.micro_batches = iter([micro_batch])
@@ -733,13 +734,13 @@ def main() -> partial | None:
     device = init_process_group(config)
     loss = vocabulary_parallel_loss if config.tensor_parallel > 1 else None
     model = build_model(model_config, config, loss)
-    # Count parameters and FLOPs before the model is sharded. The default learning rate goes by the
-    # number of parameters. (GPT-3 has 6e-4 for 125M, Llama 2 3e-4 for 7B.) Such rates ruin
-    # pretrained weights, so with --init_from it is a tenth.
+    # Count parameters and FLOPs before the model is sharded. The default learning rate depends on
+    # the number of parameters. (GPT-3 has 6e-4 for 125M, Llama 2 3e-4 for 7B.) Such rates ruin
+    # pretrained weights, so --init_from uses a tenth.
     default = 3e-3 if model.num_parameters() < 10_000_000 else 3e-4
     set_learning_rates(config, default / 10 if config.init_from else default)
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
-    # Find out before the model takes memory and time whether this run may start.
+    # Check whether this run may start before the model takes memory and time.
     checkpoints = common.Checkpoints(config, run.directory, run.facts, run.save_files, device)
     checkpoint, progress = checkpoints.find(config.resume)
     model = parallelize(model, config, device)
@@ -756,7 +757,7 @@ def main() -> partial | None:
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]
-    # Data-parallel ranks get the micro-batches of a global batch in turn.
+    # Data-parallel ranks get the micro-batches of a global batch round-robin.
     batches = training.stream(tokens, accumulation, dp_rank, dp_size)
     if run.unvalidated:  # a signal has stopped the validation of this step
         loss = evaluate(model, validation, run)
@@ -771,8 +772,8 @@ def main() -> partial | None:
         if step == 1:
             refuse_untrained(model, optimizer)  # a collective
         tokens += batch.num_targets
-        # A signal only raises `stop_signals`, so that the step ends first. `max_over_ranks` returns
-        # whether any rank got one, and the longest wait for data.
+        # A signal only increments `stop_signals`, so that the step ends first. `max_over_ranks`
+        # returns the longest wait for data, and whether any rank got a signal.
         data_seconds, run.stopping = max_over_ranks(data_seconds, run.stop_signals)
         run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:

@@ -9,7 +9,7 @@ within its machine. A step needs many micro-batches to keep the bubble small.
 The N ranks form S stages of N/S consecutive ranks. Each rank of a stage has a counterpart in every
 other stage; these S ranks are a pipeline, and work on the same micro-batches. Within a stage, FSDP2
 turns the parameters into DTensors. A DTensor is a tensor that is spread over ranks. Its `shape` is
-the shape of the full tensor, but each rank of the stage holds only a shard, `to_local()`.
+the shape of the full tensor, and `to_local()` is this rank's part of it, for a parameter its shard.
 
 Memory per rank: S/N of its stage's fp32 parameters, gradients and AdamW moments, 16S/N bytes for
 each of these parameters. During a step also the stage's full parameters and full gradients, the
@@ -169,8 +169,8 @@ def stages_per_rank(config: Config) -> int:
 def check_batch(config: Config, dp_size: int, number: int) -> None:
     """Refuse a global batch whose `number` of micro-batches per rank does not fit the schedule.
 
-    Fewer micro-batches than ranks in a pipeline would leave some idle all the time. The schedules
-    `interleaved` and `zero_bubble` also need rounds of equal size.
+    PyTorch's 1F1B needs at least one micro-batch per stage, and with fewer, some rank is always
+    idle. The schedules `interleaved` and `zero_bubble` also need rounds of equal size.
     """
     smallest = config.micro_batch_tokens * dp_size * config.pipeline_parallel
     if number < config.pipeline_parallel:
@@ -234,9 +234,9 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     """
     check_model(model, config)
     blocks = transformer_blocks(model)
-    # Recomputation wraps a block's forward, and FSDP's hooks run around it. So a forward that is
-    # recomputed uses the parameters that were gathered for backward. The compiler takes the whole
-    # call of a block, recomputation too, but leaves FSDP's hooks as they are.
+    # Recomputation replaces a block's `forward`. FSDP's hooks run around `forward`, so a recomputed
+    # forward uses the parameters that were gathered for backward. The compiler takes the block's
+    # whole call, recomputation included, but leaves FSDP's hooks as they are.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
@@ -257,7 +257,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         # Shards and optimizer state stay fp32. Parameters are cast to bf16 before they are
         # gathered, so blocks compute in bf16 and their full gradients are bf16. These are cast to
         # fp32 before they are reduced. FSDP would also cast the inputs of each unit. Leave them,
-        # because some are fp32 for a reason, such as rotary embeddings.
+        # because some types (OLMo 2) pass rotary embeddings in fp32 on purpose.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -425,14 +425,14 @@ def train_step(
 
     On the last stage, `stage.submod(hidden)` returns the cross entropy summed over the
     micro-batch's target tokens (`Stage.forward`), on the others the hidden states for the next
-    stage. The stage's forward computes it, because only there the head's weight is sure to be full.
+    stage. The weights are sure to be full only inside the stage's forward.
 
     With 1F1B, once the first micro-batches have filled the pipeline, each stage alternates one
     forward and one backward of an earlier micro-batch.
     """
     # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch, over all ranks. A mean of micro-batch means would give tokens of small micro-batches
-    # more weight.
+    # batch, which every rank counts by itself. A mean of micro-batch means would give tokens of
+    # small micro-batches more weight.
     # FSDP averages gradients over the ranks of a stage, so multiply by their number to get a sum.
     _, dp_size = dp_rank_and_size(config)
     scale = dp_size / batch.num_targets
@@ -465,15 +465,16 @@ def train_step(
         # The first stage counts the tied embedding.
         embedding = model.get_input_embeddings().weight
         counted = [parameter for parameter in parameters if parameter is not embedding]
-    # One all-reduce over the ranks of a stage (of a replica). All of them get its norm.
+    # One all-reduce over the ranks of this stage (of one replica). All of them get the stage's
+    # norm.
     stage_norm = nn.utils.get_total_norm([parameter.grad for parameter in counted]).full_tensor()
     squared_norm = stage_norm**2
     dist.all_reduce(squared_norm)  # over all ranks, so it counts each stage dp_size times
     norm = (squared_norm / dp_size).sqrt()
     nn.utils.clip_grads_with_norm_(parameters, config.grad_clip or math.inf, norm)
 
-    # `.item()` waits for the GPU. Wait here and not after the update, because values that are not
-    # finite must not reach the weights.
+    # `.item()` waits for the GPU. Do it here, not after the update, because non-finite values must
+    # not reach the weights.
     measured = {"loss": total_loss.item() / batch.num_targets, "grad_norm": norm.item()}
     refuse_non_finite(step, **measured)
     measured["learning_rate"] = learning_rate_at(step, config)
@@ -504,8 +505,8 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
     schedule = build_schedule(model.stages, name, 1, add_loss)
     for stage in model.stages:
         stage.submod.eval()
-    # Forward all-gathers, and a rank with one micro-batch more would wait for the others in vain.
-    # So each rank gets equally many.
+    # Forward all-gathers, so a rank with one more micro-batch would hang, waiting for the others.
+    # All ranks get equally many.
     for i, micro_batch in enumerate(validation.evaluation(*dp_rank_and_size(run.config))):
         micro_batch = common.to_device(micro_batch, run.device)
         for stage in model.stages:
@@ -584,13 +585,13 @@ def main() -> partial | None:
 
     device = init_process_group(config)
     model = build_model(model_config, config)
-    # Count parameters and FLOPs before the model is sharded. The default learning rate goes by the
-    # number of parameters. (GPT-3 has 6e-4 for 125M, Llama 2 3e-4 for 7B.) Such rates ruin
-    # pretrained weights, so with --init_from it is a tenth.
+    # Count parameters and FLOPs before the model is sharded. The default learning rate depends on
+    # the number of parameters. (GPT-3 has 6e-4 for 125M, Llama 2 3e-4 for 7B.) Such rates ruin
+    # pretrained weights, so --init_from uses a tenth.
     default = 3e-3 if model.num_parameters() < 10_000_000 else 3e-4
     set_learning_rates(config, default / 10 if config.init_from else default)
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
-    # Find out before the model takes memory and time whether this run may start.
+    # Check whether this run may start before the model takes memory and time.
     checkpoints = common.Checkpoints(config, run.directory, run.facts, run.save_files, device)
     checkpoint, progress = checkpoints.find(config.resume)
     model = parallelize(model, config, device)
@@ -607,7 +608,7 @@ def main() -> partial | None:
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]
-    # Data-parallel ranks get the micro-batches of a global batch in turn.
+    # Data-parallel ranks get the micro-batches of a global batch round-robin.
     batches = training.stream(tokens, accumulation, dp_rank, dp_size)
     if run.unvalidated:  # a signal has stopped the validation of this step
         loss = evaluate(model, validation, run)
@@ -622,8 +623,8 @@ def main() -> partial | None:
         if step == 1:
             refuse_untrained(model, optimizer)  # a collective
         tokens += batch.num_targets
-        # A signal only raises `stop_signals`, so that the step ends first. `max_over_ranks` returns
-        # whether any rank got one, and the longest wait for data.
+        # A signal only increments `stop_signals`, so that the step ends first. `max_over_ranks`
+        # returns the longest wait for data, and whether any rank got a signal.
         data_seconds, run.stopping = max_over_ranks(data_seconds, run.stop_signals)
         run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:

@@ -10,14 +10,15 @@ micro-batches of its own. Only what is stored is sharded. In an all-gather each 
 shard and gets the full tensor. In a reduce-scatter each rank brings a full tensor and gets its
 shard of the sum (docs/collectives.md shows both).
 
-A DTensor is a tensor that is spread over ranks. Its `shape` is the shape of the full tensor, but
-each rank holds only a shard, `to_local()`. FSDP2 shards each parameter along dimension 0.
+A DTensor is a tensor that is spread over ranks. Its `shape` is the shape of the full tensor, and
+`to_local()` is this rank's part of it, for a parameter its shard. FSDP2 shards each parameter along
+dimension 0.
 
 Memory per rank, with N ranks: 1/N of the fp32 parameters, gradients and AdamW moments, 16/N bytes
-per parameter. On top come the full parameters of the block that computes, of the next one, whose
-all-gather overlaps, and of the root (what is outside the blocks). In backward also the full
-gradients of a block, of the block that is being reduce-scattered, and of the root until backward
-ends.
+per parameter. On top come the full parameters of the block that computes, of the next block (its
+all-gather overlaps), and of the root (last norm, head and a tied embedding). Backward adds full
+gradients: of the block that computes, of the block that is being reduce-scattered, and of the root
+until backward ends.
 
 Communication volume per micro-batch, with P the bytes of the parameters in compute precision and G
 the bytes of the fp32 gradients: each block's parameters are all-gathered for its forward and again
@@ -128,7 +129,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     - Before backward, another all-gather makes them full again. After backward, one reduce-scatter
       leaves each rank the averaged gradient of its shard, and the full tensors are freed.
 
-    On GPUs this communication runs on streams of its own and overlaps with compute. In forward, the
+    On GPUs this communication runs on its own streams and overlaps with compute. In forward, the
     CPU runs ahead and starts the next block's all-gather while the GPU still computes this block.
     In backward, the hook before a block's backward also starts the all-gather of the preceding
     block, whose backward comes next.
@@ -136,9 +137,9 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
     if config.precision == "float8":
         use_float8(model)
     blocks = transformer_blocks(model)
-    # Recomputation wraps a block's forward, and FSDP's hooks run around it. So a forward that is
-    # recomputed uses the parameters that were gathered for backward. The compiler takes the whole
-    # call of a block, recomputation too, but leaves FSDP's hooks as they are.
+    # Recomputation replaces a block's `forward`. FSDP's hooks run around `forward`, so a recomputed
+    # forward uses the parameters that were gathered for backward. The compiler takes the block's
+    # whole call, recomputation included, but leaves FSDP's hooks as they are.
     checkpoint_activations(blocks, config.activation_checkpointing)
     if config.compile:
         compile_blocks(blocks, config)
@@ -160,7 +161,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
         # Shards and optimizer state stay fp32. Parameters are cast to bf16 before they are
         # gathered, so blocks compute in bf16 and their full gradients are bf16. These are cast to
         # fp32 before they are reduced. FSDP would also cast the inputs of each unit. Leave them,
-        # because some are fp32 for a reason, such as rotary embeddings.
+        # because some types (OLMo 2) pass rotary embeddings in fp32 on purpose.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
@@ -203,9 +204,9 @@ def train_step(
     """Run one optimizer step; returns the mean loss of the global batch and the gradient norm.
 
     `model(**micro_batch)` returns the cross entropy summed over the micro-batch's target tokens
-    (`forward_with_loss` in model.py). The root's forward computes it, because only there the head's
-    weight is sure to be full. It takes the target tokens in chunks, so that all logits never exist
-    at once, and sums in fp32.
+    (`forward_with_loss` in model.py). The root's forward computes it, because only there is the
+    head's weight sure to be full. It takes the target tokens in chunks, so that the full logits
+    never exist at once, and sums in fp32.
 
     FSDP reduce-scatters the gradients of every micro-batch, overlapped with its backward, so a rank
     accumulates only its shards. With `--reduce_every_micro_batch false` it casts each micro-batch's
@@ -213,20 +214,21 @@ def train_step(
     That saves communication but needs memory for a full set of gradients.
     """
     # The loss of a step is the sum over all target tokens, divided by their number in the global
-    # batch, over all ranks. A mean of micro-batch means would give tokens of small micro-batches
-    # more weight.
+    # batch, which every rank counts by itself. A mean of micro-batch means would give tokens of
+    # small micro-batches more weight.
     # FSDP averages gradients over the ranks, so multiply by their number to get a sum. (AdamW would
-    # hide it if they were too small: its updates do not depend on their scale. The norm shows it.)
+    # hide a missing factor: its updates hardly depend on gradients' scale. The norm shows it.)
     scale = dist.get_world_size() / batch.num_targets
     total_loss = torch.zeros((), device=device)
     for i, micro_batch in enumerate(batch.micro_batches):
         last = i == len(batch.micro_batches) - 1
         # The setters reach all units in the model.
-        # NOTE: if `last` were one too early with --reduce_every_micro_batch false, the last full
-        # gradients would stay in FSDP, where `zero_grad` does not reach them. The next step would
+        # NOTE: with --reduce_every_micro_batch false, a `last` that is one micro-batch early would
+        # leave full gradients in FSDP, where `zero_grad` does not reach them. The next step would
         # add them, without an error.
         model.set_requires_gradient_sync(last or config.reduce_every_micro_batch)
-        # HSDP only: accumulate shards of gradients, and all-reduce them across rows once.
+        # HSDP only: accumulate shards of gradients, and all-reduce them across rows once. (The call
+        # above sets this flag, too, so keep this order.)
         model.set_requires_all_reduce(last)
         # With --reshard_after_forward false, parameters stay full from the first micro-batch's
         # forward to the last one's backward, so only the first forward gathers them.
@@ -239,10 +241,10 @@ def train_step(
     # Each rank sums the squares of its shards, and one all-reduce adds up the sums. So call it on
     # every rank. If the norm exceeds --grad_clip, all gradients are scaled down to it.
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-    norm = norm.full_tensor()  # unwraps the DTensor; each rank has the norm already
+    norm = norm.full_tensor()  # unwraps a replicated DTensor: each rank has the norm already
 
-    # `.item()` waits for the GPU. Wait here and not after the update, because values that are not
-    # finite must not reach the weights.
+    # `.item()` waits for the GPU. Do it here, not after the update, because non-finite values must
+    # not reach the weights.
     measured = {"loss": total_loss.item() / batch.num_targets, "grad_norm": norm.item()}
     refuse_non_finite(step, **measured)
     measured["learning_rate"] = learning_rate_at(step, config)
@@ -261,8 +263,8 @@ def evaluate(model: nn.Module, validation: common.Batches, run: Run) -> float | 
     """
     total = torch.zeros(2, dtype=torch.float64, device=run.device)  # loss, target tokens
     model.eval()
-    # Forward all-gathers, and a rank with one micro-batch more would wait for the others in vain.
-    # So each rank gets equally many.
+    # Forward all-gathers, so a rank with one more micro-batch would hang, waiting for the others.
+    # All ranks get equally many.
     for micro_batch in validation.evaluation(dist.get_rank(), dist.get_world_size()):
         micro_batch = common.to_device(micro_batch, run.device)
         total[0] += model(**micro_batch)
@@ -333,13 +335,13 @@ def main() -> partial | None:
 
     device = init_process_group(config)
     model = build_model(model_config, config)
-    # Count parameters and FLOPs before the model is sharded. The default learning rate goes by the
-    # number of parameters. (GPT-3 has 6e-4 for 125M, Llama 2 3e-4 for 7B.) Such rates ruin
-    # pretrained weights, so with --init_from it is a tenth.
+    # Count parameters and FLOPs before the model is sharded. The default learning rate depends on
+    # the number of parameters. (GPT-3 has 6e-4 for 125M, Llama 2 3e-4 for 7B.) Such rates ruin
+    # pretrained weights, so --init_from uses a tenth.
     default = 3e-3 if model.num_parameters() < 10_000_000 else 3e-4
     set_learning_rates(config, default / 10 if config.init_from else default)
     run = Run(config, model, count_flops(model), tokenizer, documents, device)
-    # Find out before the model takes memory and time whether this run may start.
+    # Check whether this run may start before the model takes memory and time.
     checkpoints = common.Checkpoints(config, run.directory, run.facts, run.save_files, device)
     checkpoint, progress = checkpoints.find(config.resume)
     model = parallelize(model, config, device)
@@ -356,7 +358,7 @@ def main() -> partial | None:
 
     # Step and tokens are the position in the data, so a resumed run needs no other data state.
     step, tokens = progress["step"], progress["tokens"]
-    # Data-parallel ranks get the micro-batches of a global batch in turn.
+    # Data-parallel ranks get the micro-batches of a global batch round-robin.
     batches = training.stream(tokens, accumulation, rank, ranks)
     if run.unvalidated:  # a signal has stopped the validation of this step
         loss = evaluate(model, validation, run)
@@ -371,8 +373,8 @@ def main() -> partial | None:
         if step == 1:
             refuse_untrained(model, optimizer)  # a collective
         tokens += batch.num_targets
-        # A signal only raises `stop_signals`, so that the step ends first. `max_over_ranks` returns
-        # whether any rank got one, and the longest wait for data.
+        # A signal only increments `stop_signals`, so that the step ends first. `max_over_ranks`
+        # returns the longest wait for data, and whether any rank got a signal.
         data_seconds, run.stopping = max_over_ranks(data_seconds, run.stop_signals)
         run.log_step(step, batch, started, data_seconds, tokens=tokens, **measured)
         if step % config.eval_every == 0 or step == config.steps:

@@ -5,7 +5,7 @@
 
 Each rank writes a file with its shards and their places in the full tensors. Any number of ranks
 can load such files: a rank copies the parts that overlap with its new shards. A checkpoint gets its
-name once it is complete. DCP does this for any kind of sharding, and reads only needed bytes.
+name once it is complete. DCP does this for any kind of sharding.
 """
 
 import hashlib

@@ -3,9 +3,9 @@
     python tools/break_even.py           by formula
     python tools/break_even.py counted   beside what the dry run counts
 
-These are the tables of docs/scale.md, which derives the formulas. Rates are from the data
-sheet: 989 TFLOP/s in bf16 (dense), 450 GB/s over NVLink in each direction, and 400 Gbit/s to
-another machine.
+These are the tables of docs/scale.md, which derives the formulas. Rates are from the data sheet:
+989 TFLOP/s in bf16 (dense), 450 GB/s over NVLink in each direction, and 400 Gbit/s to another
+machine.
 
 counted: eight blocks of Llama 3 8B on 8 ranks, micro-batches of 8,192 tokens in sequences of 2,048.
 PP: a middle one of 4 stages. EP: two blocks of qwen3-30b-a3b, with evenly used experts.

@@ -633,9 +633,9 @@ def sent_inside(report: Report, config: Any) -> tuple[float, str, float]:
     Also returns what embedding, norms, head and loss add.
 
     L: blocks, T, C or E: ranks of a group, A: bytes of a micro-batch's [tokens, hidden size], A': A
-    x experts per token, Q and K: bytes of its queries and keys (K/V heads are repeated if C exceeds
-    them), M: bytes of the matrices that Muon exchanges. R blocks are recomputed, up to the last
-    tensor that backward needs, and send again.
+    times experts per token, Q and K: bytes of its queries and keys (K/V heads are repeated if C
+    exceeds them), M: bytes of the matrices that Muon exchanges. R blocks are recomputed, up to the
+    last tensor that backward needs, and send again.
     """
     shape, (sequences, length) = report.shape, shape_of(config)
     tokens, size = sequences * length * report.micro_batches, size_of_compute(config)

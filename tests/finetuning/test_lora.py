@@ -390,7 +390,7 @@ def test_what_is_no_base_is_refused(bases, conversations, tmp_path, base):
         shutil.copytree(bases / "tied", tmp_path / "adapter")
         (tmp_path / "adapter/adapter_config.json").write_text("{}")
         flags["init_from"] = tmp_path / "adapter"
-        expected = f"--init_from {tmp_path}/adapter holds adapters; give their base"
+        expected = f"--init_from {tmp_path}/adapter holds adapters; use their base"
     if base == "no weights":
         small_shape().save_pretrained(tmp_path / "empty")
         flags["init_from"] = tmp_path / "empty"

@@ -58,7 +58,7 @@ def remarks(function) -> tuple[dict[int, str], dict[int, str]]:
     """Return what is said of each line: with its statement, and also in what it refers to.
 
     The first has the statement and the comments beside and above it. The second has also what is
-    said above the `with` around it, of setters before it, and what "the same collectives" are.
+    said above the `with` around it, of setters before it, and what "as above" means.
     """
     source, first = inspect.getsourcelines(function)
     lines = [line.strip().replace("_", "-").lower() for line in source]
@@ -83,7 +83,7 @@ def remarks(function) -> tuple[dict[int, str], dict[int, str]]:
         more = text
         if "model(" in text or "backward()" in text or ".step(" in text:
             more += pending
-        if "the same" in text:
+        if "as above" in text:
             more += forward
         if "model(" in text:
             forward = text
