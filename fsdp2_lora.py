@@ -544,7 +544,7 @@ def train_step(
     # Each rank sums the squares of its shards, and one all-reduce adds up the sums. So call it on
     # every rank. If the norm exceeds --grad_clip, all gradients are scaled down to it.
     norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)
-    norm = norm.full_tensor()  # unwraps a replicated DTensor: each rank has the norm already
+    norm = norm.full_tensor()  # unwraps a replicated DTensor: each rank has it
 
     # `.item()` waits for the GPU. Do it here, not after the update, because non-finite values must
     # not reach the weights.

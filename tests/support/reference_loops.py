@@ -79,7 +79,7 @@ LOADED = "  # in fp32, as config.json says\n"
 OPTIMIZER = "optimizer = torch.optim.AdamW(groups, "
 ZEROED = "    optimizer.zero_grad()\n"
 NORM = "    norm = nn.utils.clip_grad_norm_(model.parameters(), config.grad_clip or math.inf)\n"
-FULL_NORM = "    norm = norm.full_tensor()  # unwraps a replicated DTensor: each rank has the norm already\n"
+FULL_NORM = "    norm = norm.full_tensor()  # unwraps a replicated DTensor: each rank has it\n"
 SHARDS = "[p.grad.to_local() for p in model.parameters()]"
 TARGETS_OF = 'sum(sum(each["targets"]) for each in micro_batch)'
 
