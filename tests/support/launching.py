@@ -168,7 +168,9 @@ def launch_cases(
     out = directory / f"seen_{ranks}.pt"
     done = launch(ranks, worker, {"out": out, "cases": json.dumps(cases)} | flags)
     assert done.returncode == 0 and "Warning" not in done.stderr, done.stderr
-    assert not (silent and done.stderr), done.stderr
+    # PyTorch's compiler says so where there is an nvcc, but no GPU.
+    lines = [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line]
+    assert not (silent and lines), done.stderr
     return torch.load(out, weights_only=False)
 
 
