@@ -492,7 +492,7 @@ def main() -> None:
     fake_cuda()
     fake_attention()
     fake_masks()
-    # Two at a time, and forked by one thread: filelock 4 refuses forks of two at once.
+    # Two at a time, forked by one thread: filelock 4.3 makes `os.fork` raise if another forks.
     running: list[tuple] = []
     for asked in runs:
         running.append(start(asked))
