@@ -7,9 +7,9 @@ When to use it: to read or maintain code that was built on FSDP1. Use FSDP2 for 
 FSDP1 flattens the parameters of each block into one tensor, and each rank holds a shard of it.
 
 Memory per rank, with N ranks: 1/N of the fp32 parameters, gradients and AdamW moments, 16/N bytes
-per parameter. On top come the full parameters of the block that computes, of the next one, whose
-all-gather overlaps, and of the root (last norm, head and a tied embedding). In backward also the
-full gradients of a block.
+per parameter. On top come the full parameters of the block that computes, of the next block (its
+all-gather overlaps), and of the root (embedding, last norm and head). In backward also the full
+gradients of a block.
 
 Communication volume per micro-batch, with P the bytes of the parameters in compute precision and G
 the bytes of the fp32 gradients: each block's parameters are all-gathered for its forward and again
@@ -166,7 +166,7 @@ def parallelize(model: nn.Module, config: Config, device: torch.device) -> nn.Mo
 
     return FullyShardedDataParallel(
         model,
-        auto_wrap_policy=wrap_policy,  # the root gets the rest, tied embeddings included
+        auto_wrap_policy=wrap_policy,  # the root gets the rest, embeddings included
         param_init_fn=initialize_block,  # one at a time: no rank holds more than one full block
         device_mesh=mesh,
         sharding_strategy=ShardingStrategy[config.sharding_strategy.upper()],
